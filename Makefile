@@ -1,0 +1,82 @@
+# make book    build the book into _build/html
+# make test    lint, types, tests, and every chapter re-executed
+# make lab     open the chapters in JupyterLab
+# make mirror  write src/swindles/*.py from the chapters
+# make lock    compile constraints.txt anew
+# make clean   remove what was built (.venv stays)
+#
+# EXTRA=cuda12 installs JAX for an NVIDIA GPU; PYTHON names another interpreter.
+
+PYTHON ?= python3
+EXTRA ?=
+
+comma := ,
+extras := book,test$(if $(EXTRA),$(comma)$(EXTRA))
+bin := .venv/bin
+ready := .venv/.ready-$(extras)
+viewers := .venv/share/jupyter/lab/settings/overrides.d/jupytext.json
+linted := $(wildcard src tests tools benchmarks conftest.py)
+
+# What a build depends on, as one line. The execution cache and Sphinx see neither a
+# changed module, nor lock, nor scale: when $(code) differs, they start afresh.
+code := src pyproject.toml constraints.txt
+text := book _config.yml _toc.yml tools
+fingerprint = { echo "$(SWINDLES_SCALE) $(extras)"; find $1 -type f ! -name '*.pyc' \
+	! -path '*/.*' | LC_ALL=C sort | xargs cksum; } | cksum
+
+.PHONY: book test lab mirror lock clean
+
+book: $(ready)
+	@$(call fingerprint,$(code)) | cmp -s - _build/.code || \
+		{ rm -rf _build && mkdir _build && $(call fingerprint,$(code)) > _build/.code; }
+	@$(call fingerprint,$(code) $(text)) | cmp -s - _build/.book || $(MAKE) -s _build/html
+	@echo "The book is in _build/html/index.html"
+
+.PHONY: _build/html
+_build/html:
+	@rm -f _build/.book
+	@$(bin)/python tools/mirror.py --check
+	@echo "Building the book"
+	@TQDM_DISABLE=1 $(bin)/jupyter-book build . -W --keep-going -q > _build/build.log 2>&1 || \
+		{ grep -v IPKernelApp _build/build.log; rm -rf _build/.doctrees; exit 1; }
+	@$(bin)/python tools/offline.py _build/html
+	@$(call fingerprint,$(code) $(text)) > _build/.book
+
+test: $(ready)
+	@$(bin)/ruff check -q $(linted)
+	@$(bin)/ruff format -q --check $(linted)
+	@$(bin)/mypy --no-error-summary
+	@$(bin)/python -m pytest -q -n 2
+
+lab: $(ready) $(viewers)
+	@cd book && ../$(bin)/jupyter lab
+
+mirror: $(ready)
+	@$(bin)/python tools/mirror.py
+
+lock: $(bin)/uv
+	@$(bin)/uv pip compile -q --universal --fork-strategy fewest --python-version 3.11 \
+		--all-extras --no-emit-index-url --no-emit-find-links --upgrade \
+		--custom-compile-command "make lock" pyproject.toml -o constraints.txt
+
+clean:
+	@rm -rf _build .pytest_cache .mypy_cache .ruff_cache
+	@find src tests tools benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+$(bin)/uv:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit( \
+		"swindles needs Python 3.11 or newer; $(PYTHON) is " + sys.version.split()[0] \
+		+ ". Name another one: make PYTHON=python3.12")'
+	@echo "Setting up .venv"
+	@$(PYTHON) -m venv .venv
+	@$(bin)/python -m pip install -q --disable-pip-version-check -c constraints.txt uv
+
+$(ready): pyproject.toml constraints.txt | $(bin)/uv
+	@echo "Installing $(extras)"
+	@$(bin)/uv pip install -q --python $(bin)/python -c constraints.txt -e '.[$(extras)]'
+	@touch $@
+
+$(viewers): $(ready)
+	@mkdir -p $(@D)
+	@printf '{"@jupyterlab/docmanager-extension:plugin": {"defaultViewers": {%s, %s}}}\n' \
+		'"markdown": "Jupytext Notebook"' '"myst": "Jupytext Notebook"' > $@

@@ -1,0 +1,352 @@
+"""Control: a chain whose answer we know.
+
+Mirrored from book/control.md: edit there, then run `make mirror`.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from blackjax.base import SamplingAlgorithm
+from jax import Array
+from jax.flatten_util import ravel_pytree
+
+from swindles.accuracy import (
+    Moments,
+    add_step,
+    block_means,
+    empty_moments,
+    summarize,
+    target_variance,
+)
+from swindles.antithetic import (
+    PairSums,
+    Result,
+    antithetic_correlation,
+    evaluate,
+    fold_pairs,
+    negate,
+    pair_values,
+)
+from swindles.coupling import LogDensity, Sampler, couple
+from swindles.transport import standard_normal
+
+
+def control(
+    sampler: Sampler, logdensity: LogDensity, reference: LogDensity = standard_normal
+) -> SamplingAlgorithm:
+    """HMC-CONTROL, for any sampler: chains "plus" and "control" under one key.
+
+    ``reference`` is the log density of Q. In the latent space of a transport it is the
+    standard normal.
+
+    Examples
+    --------
+    >>> from swindles.coupling import hmc, start
+    >>> algorithm = control(hmc(0.3, 5), lambda z: -jnp.sum(jnp.cosh(z)))
+    >>> sorted(start(algorithm, jnp.ones((4, 2))))
+    ['control', 'plus']
+    """
+    return couple(plus=sampler(logdensity), control=sampler(reference))
+
+
+class Expectation(NamedTuple):
+    """The mean of some features under Q, and the covariance of its error."""
+
+    mean: np.ndarray  # (features,)
+    covariance: np.ndarray  # (features, features); zero when the mean is exact
+    num_draws: int = 0  # independent draws behind it; 0 when it is exact
+
+
+def exact(mean: Any) -> Expectation:
+    """An expectation that is known exactly; ``mean`` may be a pytree.
+
+    Examples
+    --------
+    >>> exact({"mean": np.zeros(2), "square": np.ones(2)}).mean.tolist()
+    [0.0, 0.0, 1.0, 1.0]
+    """
+    leaves = [np.ravel(leaf) for leaf in jax.tree.leaves(mean)]
+    flat = np.concatenate(leaves).astype(np.float64)
+    return Expectation(flat, np.zeros((flat.size, flat.size)))
+
+
+def draw_expectation(
+    key: Array, feature: Callable, like: Any, num_draws: int, batch: int = 1024
+) -> Expectation:
+    """Estimate E_Q of ``feature`` for Q = N(0, I) from about ``num_draws`` draws.
+
+    ``like`` is one position: draws have its shape. Draws come in antithetic pairs, in
+    batches of ``batch`` pairs.
+
+    Examples
+    --------
+    >>> known = draw_expectation(jax.random.key(0), jnp.square, jnp.zeros(2), 20_000)
+    >>> bool(np.allclose(known.mean, 1, atol=0.05)), known.num_draws
+    (True, 20480)
+    """
+    flat_like, unravel = ravel_pytree(like)
+    num_batches = -(-num_draws // (2 * batch))
+
+    def pair_mean(z: Array) -> Array:
+        both = [ravel_pytree(feature(unravel(s * z)))[0] for s in (1, -1)]
+        return (both[0] + both[1]) / 2
+
+    center = pair_mean(jnp.zeros_like(flat_like))
+
+    def add(gram: Array, key: Array) -> tuple[Array, Array]:
+        z = jax.random.normal(key, (batch, flat_like.size), flat_like.dtype)
+        deviation = jax.vmap(pair_mean)(z) - center
+        return gram + deviation.T @ deviation, deviation.sum(0)
+
+    zero = jnp.zeros((center.size, center.size), center.dtype)
+    keys = jax.random.split(key, num_batches)
+    gram, totals = jax.device_get(jax.jit(lambda: jax.lax.scan(add, zero, keys))())
+    pairs = num_batches * batch
+    shift = totals.astype(np.float64).sum(0) / pairs
+    covariance = gram.astype(np.float64) / pairs - np.outer(shift, shift)
+    return Expectation(center + shift, covariance / pairs, 2 * pairs)
+
+
+class ControlSums(NamedTuple):
+    """Running sums of a run with a control chain."""
+
+    pairs: PairSums
+    feature: Moments  # of g(Y), averaged over Y and -Y if there are two
+    gram: Array | np.ndarray  # (groups, features, features): g g^T
+    cross: Array | np.ndarray  # (groups, features, dim): g f^T
+
+
+def feature_values(feature: Callable, states: dict[str, Any]) -> Array:
+    """Features at Y and, when there is a "minus" chain, at -Y: (1 or 2, chains, k)."""
+    places = [states["control"].position]
+    if "minus" in states:
+        places.append(negate(states["control"].position))
+    return evaluate(feature, places)
+
+
+NUM_GROUPS = 4
+"""Groups of chains for cross-fitting: each uses the coefficients of the others."""
+
+
+def group_edges(num_chains: int) -> np.ndarray:
+    """Where the groups of chains begin and end: (groups + 1,)."""
+    return np.linspace(0, num_chains, NUM_GROUPS + 1).astype(int)
+
+
+def products(a: Array, b: Array) -> Array:
+    """Sums over the chains of each group, mean over signs, of a b^T."""
+    return jnp.stack(
+        [
+            jnp.einsum("sck,scd->kd", a[:, i:j], b[:, i:j], precision="highest")
+            for i, j in pairwise(group_edges(a.shape[1]))
+        ]
+    ) / len(a)
+
+
+def diagonal_products(a: Array, b: Array) -> Array:
+    """The diagonals of ``products``: (groups, features)."""
+    both = (a * b).mean(0)
+    edges = pairwise(group_edges(a.shape[1]))
+    return jnp.stack([both[i:j].sum(0) for i, j in edges])
+
+
+def fold_controls(
+    statistic: Callable,
+    states: dict[str, Any],
+    expectation: Expectation,
+    feature: Callable | None = None,
+    full: bool = True,
+) -> tuple[Any, Callable]:
+    """What to give ``coupling.run`` as ``fold`` for a run with a control chain.
+
+    Parameters
+    ----------
+    expectation
+        The mean of ``feature`` under Q.
+    feature
+        What to evaluate at the control chain; the statistic itself by default.
+    full
+        Whether to sum all products of features, or only those of f_j with g_j.
+    """
+    feature = feature or statistic
+    pairs, update_pairs = fold_pairs(statistic, states)
+    center = jnp.asarray(expectation.mean, pairs.plus.center.dtype)
+    features, values = feature_values(feature, states), pair_values(statistic, states)
+    check_features(features, values, center, full)
+    product = products if full else diagonal_products
+
+    def update(sums: ControlSums, states: dict, infos: dict) -> ControlSums:
+        features = feature_values(feature, states) - sums.feature.center
+        values = pair_values(statistic, states) - sums.pairs.plus.center
+        return ControlSums(
+            update_pairs(sums.pairs, states, infos),
+            add_step(sums.feature, features.mean(0) + sums.feature.center),
+            sums.gram + product(features, features),
+            sums.cross + product(features, values),
+        )
+
+    moments = empty_moments(center, features.shape[1])
+    zeros = product(0 * features, features), product(0 * features, values)
+    return ControlSums(pairs, moments, *zeros), update
+
+
+def check_features(features: Array, values: Array, mean: Array, full: bool) -> None:
+    """Raise ValueError when features, expectation and chains do not go together."""
+    _, num_chains, num_features = features.shape
+    dim = values.shape[-1]
+    if mean.shape != (num_features,):
+        raise ValueError(
+            f"the expectation has {mean.size} entries but there are {num_features} "
+            "features: give E_Q of the same function"
+        )
+    if not full and num_features != dim:
+        raise ValueError(
+            f"the diagonal regression pairs each of {dim} statistics with one feature, "
+            f"but there are {num_features}: use full=True"
+        )
+    if num_chains < 2 * NUM_GROUPS:
+        raise ValueError(
+            f"{num_chains} chains are too few to fit coefficients on some and use them "
+            f"on others: use at least {2 * NUM_GROUPS}"
+        )
+    if not jnp.isfinite(features).all() or not jnp.isfinite(mean).all():
+        raise ValueError("a feature or its expectation is not finite")
+
+
+def solve_beta(gram: np.ndarray, cross: np.ndarray, ridge: float = 1e-6) -> np.ndarray:
+    """Least squares coefficients (features, dim) from covariances.
+
+    With vectors for ``gram`` and ``cross`` the regression is diagonal. Features that do
+    not vary get the coefficient zero.
+
+    Examples
+    --------
+    >>> solve_beta(np.diag([2.0, 0.0]), np.array([[1.0], [0.0]])).round(3).tolist()
+    [[0.5], [0.0]]
+    """
+    if gram.ndim == 1:
+        varies = gram > 0
+        return np.diag(np.where(varies, cross / np.where(varies, gram, 1), 0))
+    scale = np.sqrt(np.diagonal(gram))
+    scale = np.where(scale > 0, scale, np.inf)
+    standard = gram / np.outer(scale, scale) + ridge * np.eye(len(gram))
+    return np.linalg.solve(standard, cross / scale[:, None]) / scale[:, None]
+
+
+def covariances(
+    sums: ControlSums, diagonal: bool, groups: list[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Covariances of features with features and with f, over some groups of chains."""
+    edges = group_edges(sums.feature.total.shape[1])
+    chains = np.concatenate([np.arange(edges[k], edges[k + 1]) for k in groups])
+    number = len(chains) * np.sum(sums.feature.steps)
+
+    def mean(total: Any) -> np.ndarray:
+        return np.asarray(total, np.float64)[:, chains].sum((0, 1)) / number
+
+    def second(total: Any) -> np.ndarray:
+        return np.asarray(total, np.float64)[:, groups].sum((0, 1)) / number
+
+    g, f = mean(sums.feature.total), mean(sums.pairs.average.total)
+    gram, cross = second(sums.gram), second(sums.cross)
+    if gram.ndim == 1:
+        return gram - g * g, cross - g * f
+    gram, cross = gram - np.outer(g, g), cross - np.outer(g, f)
+    return (np.diagonal(gram), np.diagonal(cross)) if diagonal else (gram, cross)
+
+
+Beta = Literal["full", "diagonal"] | np.ndarray
+
+
+def fit_groups(sums: ControlSums, beta: Beta) -> np.ndarray:
+    """Coefficients to use on each group of chains: (groups, features, dim).
+
+    A group's coefficients are fitted on the other groups, or given as an array.
+    """
+    if not isinstance(beta, str):
+        shape = (sums.feature.total.shape[-1], sums.pairs.plus.total.shape[-1])
+        return np.broadcast_to(np.asarray(beta, np.float64), (NUM_GROUPS, *shape))
+    if beta not in ("full", "diagonal") or (beta == "full" and sums.gram.ndim == 3):
+        raise ValueError(
+            f'beta={beta!r}: say "diagonal", "full" (after a fold with full=True), or '
+            "give an array of shape (features, dim)"
+        )
+    everyone = range(NUM_GROUPS)
+    others = [[k for k in everyone if k != group] for group in everyone]
+    fits = [solve_beta(*covariances(sums, beta == "diagonal", k)) for k in others]
+    return np.stack(fits)
+
+
+def control_correlation(sums: ControlSums, beta: np.ndarray) -> np.ndarray:
+    """Correlation of f(X) with its prediction from g(Y): sqrt(1 - Var Z / Var f)."""
+    gram, cross = covariances(sums, False, list(range(NUM_GROUPS)))
+    if gram.ndim == 1:
+        slope = np.diagonal(beta)
+        removed = 2 * slope * cross - slope**2 * gram
+    else:
+        removed = 2 * (beta * cross).sum(0) - (beta * (gram @ beta)).sum(0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.sqrt(np.clip(removed / target_variance(sums.pairs.plus), 0, 1))
+
+
+def estimate_controls(
+    sums: ControlSums, expectation: Expectation, beta: Beta = "diagonal"
+) -> Result:
+    """The estimate of a run with a control chain from its running sums.
+
+    Parameters
+    ----------
+    beta
+        "diagonal" regresses each f_j on its own feature g_j, "full" on all features; an
+        array of shape (features, dim) is used as it is.
+
+    Examples
+    --------
+    With Q = P the control chain knows the whole error:
+
+    >>> from swindles.coupling import hmc, run, start
+    >>> algorithm = control(hmc(0.5, 3), standard_normal)
+    >>> states = start(algorithm, jax.random.normal(jax.random.key(0), (32, 2)))
+    >>> known = exact(np.ones(2))
+    >>> fold = fold_controls(jnp.square, states, known)
+    >>> _, sums = run(jax.random.key(1), algorithm, states, 100, fold)
+    >>> estimate_controls(sums, known, np.eye(2)).estimate.mean.round(5).tolist()
+    [1.0, 1.0]
+    """
+    betas = fit_groups(sums, beta)
+    means = block_means(sums.pairs.average)
+    excess = block_means(sums.feature) - np.asarray(expectation.mean)
+    groups = zip(betas, pairwise(group_edges(means.shape[1])), strict=True)
+    means = np.concatenate(
+        [means[:, i:j] - excess[:, i:j] @ beta for beta, (i, j) in groups], axis=1
+    )
+    average = betas.mean(0)
+    shared = np.einsum("kd,kl,ld->d", average, expectation.covariance, average)
+    rates = sums.pairs.rates.means()
+    rho = {"control": control_correlation(sums, average)}
+    if "minus" in rates["acceptance"]:
+        rho["minus"] = antithetic_correlation(sums.pairs.plus, sums.pairs.average)
+    return Result(summarize(sums.pairs.plus, means, shared), rho, rates, average)
+
+
+def worthwhile_draws(
+    result: Result, expectation: Expectation, cost_ratio: float
+) -> np.ndarray:
+    """How many draws of Q balance the run behind ``result``, per statistic: (dim,).
+
+    ``cost_ratio`` is what one step of one chain costs, counted in draws of Q. The
+    expectation must come from ``draw_expectation``: it tells how much one draw varies.
+    """
+    if expectation.num_draws == 0 or result.beta is None:
+        raise ValueError("an exact expectation needs no draws")
+    estimate, beta = result.estimate, result.beta
+    shared = np.einsum("kd,kl,ld->d", beta, expectation.covariance, beta)
+    per_draw = shared * expectation.num_draws
+    from_chains = np.maximum(estimate.mcse**2 - shared, 0)
+    # a / N is `from_chains`, so n = N sqrt(b r / a) = sqrt(N b r / from_chains).
+    with np.errstate(divide="ignore"):
+        return np.sqrt(estimate.num_draws * per_draw * cost_ratio / from_chains)

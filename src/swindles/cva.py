@@ -1,0 +1,34 @@
+"""CVA: both swindles at once.
+
+Mirrored from book/cva.md: edit there, then run `make mirror`.
+"""
+
+from blackjax.base import SamplingAlgorithm
+
+from swindles.antithetic import mirror
+from swindles.coupling import LogDensity, Sampler, couple
+from swindles.transport import standard_normal
+
+
+def cva(
+    sampler: Sampler, logdensity: LogDensity, reference: LogDensity = standard_normal
+) -> SamplingAlgorithm:
+    """HMC-CVA, for any sampler: chains "plus", "minus" and "control" under one key.
+
+    ``reference`` must be symmetric around zero, as the standard normal is: the control
+    of "minus" is the control of "plus", negated. Sums and estimates are those of
+    ``swindles.control``, which sees that there is a "minus" chain.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from swindles.coupling import hmc, start
+    >>> algorithm = cva(hmc(0.3, 5), lambda z: -jnp.sum(jnp.cosh(z)))
+    >>> sorted(start(algorithm, jnp.ones((4, 2))))
+    ['control', 'minus', 'plus']
+    """
+    return couple(
+        plus=sampler(logdensity),
+        minus=sampler(mirror(logdensity)),
+        control=sampler(reference),
+    )

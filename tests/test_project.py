@@ -1,0 +1,125 @@
+"""The book's frame: contents, references, environment, and an off-line build."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import offline
+import pytest
+import yaml
+
+from swindles import style
+
+ROOT = Path(__file__).parents[1]
+CHAPTERS = sorted((ROOT / "book").glob("*.md"))
+
+
+def toc_files() -> list[str]:
+    toc = yaml.safe_load((ROOT / "_toc.yml").read_text())
+    parts = [chapter["file"] for part in toc["parts"] for chapter in part["chapters"]]
+    return [toc["root"], *parts]
+
+
+def test_contents_list_every_chapter_once():
+    files = [f"book/{chapter.stem}" for chapter in CHAPTERS]
+    assert sorted(toc_files()) == files
+
+
+def test_environment_takes_everything_from_pyproject():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    assert environment["name"] == "swindles"
+    *conda, pip = environment["dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert conda == [f"python{project['requires-python']}", "pip"]
+    constraints, package = pip["pip"]
+    assert (ROOT / constraints.removeprefix("-c ")).exists()
+    extras = re.fullmatch(r"-e \.\[(.*)\]", package).group(1).split(",")
+    assert set(extras) <= set(project["optional-dependencies"])
+
+
+def test_extras():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {"book", "test", "cuda12"} <= set(project["optional-dependencies"])
+
+
+def test_lock_names_no_host():
+    assert "://" not in (ROOT / "constraints.txt").read_text()
+
+
+@pytest.mark.parametrize("name", ["CITATION.cff", "_config.yml", "_toc.yml"])
+def test_yaml(name):
+    assert isinstance(yaml.safe_load((ROOT / name).read_text()), dict)
+
+
+def test_cited_works_are_in_the_bibliography():
+    known = re.findall(
+        r"^@\w+\{(.+),", (ROOT / "book/references.bib").read_text(), re.M
+    )
+    assert len(known) == len(set(known))
+    for chapter in CHAPTERS:
+        text = chapter.read_text(encoding="utf-8")
+        cited = {
+            key.strip()
+            for keys in re.findall(r"\{cite(?::\w+)?\}`([^`]+)`", text)
+            for key in keys.split(",")
+        }
+        assert cited <= set(known), chapter.name
+
+
+def test_scale(monkeypatch):
+    monkeypatch.delenv("SWINDLES_SCALE", raising=False)
+    assert style.scale() == "laptop"
+    monkeypatch.setenv("SWINDLES_SCALE", "paper")
+    assert style.scale() == "paper"
+    monkeypatch.setenv("SWINDLES_SCALE", "huge")
+    with pytest.raises(ValueError, match="huge"):
+        style.scale()
+
+
+@pytest.mark.parametrize(
+    ("page", "fetched"),
+    [
+        ('<a href="https://a.org">x</a><script src="_static/x.js"></script>', 0),
+        ('<script src="https://a.org/x.js"></script>', 1),
+        ('<link rel="stylesheet" href="//a.org/x.css">', 1),
+        ('<img src="HTTPS://a.org/x.png"><img src="data:image/png;base64,aa">', 1),
+        ("<style>@import url('https://a.org/x.css');</style>", 1),
+    ],
+)
+def test_remote_requests_are_found(tmp_path, page, fetched):
+    (tmp_path / "page.html").write_text(page)
+    assert len(offline.remote_requests(tmp_path)) == fetched
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The book, built without executing it, warnings being errors."""
+    out = tmp_path_factory.mktemp("book")
+    config = yaml.safe_load((ROOT / "_config.yml").read_text())
+    config["execute"]["execute_notebooks"] = "off"
+    # A figure that a cell draws has no label until it is drawn.
+    config["sphinx"]["config"]["suppress_warnings"] = ["ref.ref", "ref.numref"]
+    (out / "config.yml").write_text(yaml.safe_dump(config))
+    jupyter_book = Path(sys.executable).with_name("jupyter-book")
+    command = [jupyter_book, "build", ROOT, "-W", "--keep-going", "-q"]
+    command += ["--path-output", out, "--config", out / "config.yml"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out / "_build" / "html"
+
+
+def test_book_has_every_page(built):
+    for file in toc_files():
+        assert (built / f"{file}.html").exists()
+
+
+def test_book_asks_no_other_host(built):
+    assert offline.remote_requests(built) == []
+
+
+def test_maths_is_in_the_book(built):
+    page = (built / "book" / "notation.html").read_text(encoding="utf-8")
+    script = re.search(r'src="([^"]*mathjax/[^"?]*)', page).group(1)
+    assert (built / "book" / script).exists()
