@@ -169,9 +169,9 @@ def test_bad_input():
         trace_moments(np.zeros((10, 4)))
     broken = np.zeros((100, 20, 2))
     broken[3, 4, 1] = np.nan
-    assert "1 of 2 estimates are not finite" in summarize(
-        trace_moments(broken)
-    ).warnings()
+    assert (
+        "1 of 2 estimates are not finite" in summarize(trace_moments(broken)).warnings()
+    )
 
 
 def test_lowers_for_cuda():

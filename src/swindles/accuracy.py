@@ -12,8 +12,8 @@ from jax import Array
 from jax.typing import ArrayLike
 from scipy.stats import t as student_t
 
+# From this many chains on, the spread between chains measures the error.
 MANY_CHAINS = 16
-"""From this many chains on, the spread between chains measures the error."""
 
 
 class Moments(NamedTuple):

@@ -4,6 +4,7 @@ Mirrored from book/control.md: edit there, then run `make mirror`.
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -74,10 +75,37 @@ def exact(mean: Any) -> Expectation:
     return Expectation(flat, np.zeros((flat.size, flat.size)))
 
 
+@partial(jax.jit, static_argnames=("feature", "batch"))
+def sum_draws(
+    keys: Array, like: Any, feature: Callable, batch: int
+) -> tuple[Array, Array, Array]:
+    """Sums over antithetic pairs from N(0, I), one batch of pairs for each key.
+
+    Returns a center, the products summed over all pairs, and the deviations from the
+    center summed over each batch.
+    """
+    flat, unravel = ravel_pytree(like)
+
+    def pair_mean(z: Array) -> Array:
+        ends = [ravel_pytree(feature(unravel(end)))[0] for end in (z, -z)]
+        return (ends[0] + ends[1]) / 2
+
+    center = pair_mean(jnp.zeros_like(flat))
+
+    def add(gram: Array, key: Array) -> tuple[Array, Array]:
+        z = jax.random.normal(key, (batch, flat.size), flat.dtype)
+        deviation = jax.vmap(pair_mean)(z) - center
+        product = jnp.matmul(deviation.T, deviation, precision="highest")
+        return gram + product, deviation.sum(0)
+
+    zero = jnp.zeros((center.size, center.size), center.dtype)
+    return center, *jax.lax.scan(add, zero, keys)
+
+
 def draw_expectation(
     key: Array, feature: Callable, like: Any, num_draws: int, batch: int = 1024
 ) -> Expectation:
-    """Estimate E_Q of ``feature`` for Q = N(0, I) from about ``num_draws`` draws.
+    """Estimate E_Q of ``feature`` for Q = N(0, I) from at least ``num_draws`` draws.
 
     ``like`` is one position: draws have its shape. Draws come in antithetic pairs, in
     batches of ``batch`` pairs.
@@ -88,27 +116,13 @@ def draw_expectation(
     >>> bool(np.allclose(known.mean, 1, atol=0.05)), known.num_draws
     (True, 20480)
     """
-    flat_like, unravel = ravel_pytree(like)
-    num_batches = -(-num_draws // (2 * batch))
-
-    def pair_mean(z: Array) -> Array:
-        both = [ravel_pytree(feature(unravel(s * z)))[0] for s in (1, -1)]
-        return (both[0] + both[1]) / 2
-
-    center = pair_mean(jnp.zeros_like(flat_like))
-
-    def add(gram: Array, key: Array) -> tuple[Array, Array]:
-        z = jax.random.normal(key, (batch, flat_like.size), flat_like.dtype)
-        deviation = jax.vmap(pair_mean)(z) - center
-        return gram + deviation.T @ deviation, deviation.sum(0)
-
-    zero = jnp.zeros((center.size, center.size), center.dtype)
-    keys = jax.random.split(key, num_batches)
-    gram, totals = jax.device_get(jax.jit(lambda: jax.lax.scan(add, zero, keys))())
-    pairs = num_batches * batch
-    shift = totals.astype(np.float64).sum(0) / pairs
-    covariance = gram.astype(np.float64) / pairs - np.outer(shift, shift)
-    return Expectation(center + shift, covariance / pairs, 2 * pairs)
+    keys = jax.random.split(key, -(-num_draws // (2 * batch)))
+    sums = jax.device_get(sum_draws(keys, like, feature, batch))
+    center, gram, totals = (part.astype(np.float64) for part in sums)
+    pairs = len(keys) * batch
+    shift = totals.sum(0) / pairs
+    covariance = gram / pairs - np.outer(shift, shift)
+    return Expectation(center + shift, covariance / (pairs - 1), 2 * pairs)
 
 
 class ControlSums(NamedTuple):
@@ -128,8 +142,8 @@ def feature_values(feature: Callable, states: dict[str, Any]) -> Array:
     return evaluate(feature, places)
 
 
+# Groups of chains for cross-fitting: each uses the coefficients of the others.
 NUM_GROUPS = 4
-"""Groups of chains for cross-fitting: each uses the coefficients of the others."""
 
 
 def group_edges(num_chains: int) -> np.ndarray:
@@ -246,10 +260,10 @@ def covariances(
     number = len(chains) * np.sum(sums.feature.steps)
 
     def mean(total: Any) -> np.ndarray:
-        return np.asarray(total, np.float64)[:, chains].sum((0, 1)) / number
+        return np.asarray(total).sum(0, dtype=np.float64)[chains].sum(0) / number
 
     def second(total: Any) -> np.ndarray:
-        return np.asarray(total, np.float64)[:, groups].sum((0, 1)) / number
+        return np.asarray(total).sum(0, dtype=np.float64)[groups].sum(0) / number
 
     g, f = mean(sums.feature.total), mean(sums.pairs.average.total)
     gram, cross = second(sums.gram), second(sums.cross)

@@ -18,11 +18,11 @@ from blackjax.mcmc.random_walk import normal
 from jax import Array
 from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 LogDensity = Callable[[Any], Array]
+# A sampler with its settings made: give it a log density to run on.
 Sampler = Callable[[LogDensity], SamplingAlgorithm]
-"""A sampler with its settings made: give it a log density to run on."""
 
 
 def couple(**algorithms: SamplingAlgorithm) -> SamplingAlgorithm:
@@ -126,6 +126,12 @@ def random_walk(step_size: float) -> Sampler:
     return lambda logdensity: blackjax.additive_step_random_walk(logdensity, move)
 
 
+@partial(jax.jit, static_argnames=("init",))
+def init_all(positions: Any, keys: Any, init: Callable) -> Any:
+    """The states of all chains, compiled once for each algorithm and shape."""
+    return jax.vmap(init)(positions, keys)
+
+
 def start(algorithm: SamplingAlgorithm, positions: Any, key: Any = None) -> Any:
     """States of many chains; ``positions`` has the chains along its first axis.
 
@@ -144,7 +150,7 @@ def start(algorithm: SamplingAlgorithm, positions: Any, key: Any = None) -> Any:
             f"leaf; got leading sizes {sorted(sizes)}"
         )
     keys = None if key is None else jax.random.split(key, sizes.pop()[0])
-    states = jax.jit(jax.vmap(algorithm.init))(positions, keys)
+    states = init_all(positions, keys, algorithm.init)
     for path, leaf in jax.tree_util.tree_leaves_with_path(states):
         if jnp.issubdtype(leaf.dtype, jnp.floating) and not jnp.isfinite(leaf).all():
             bad = int((~jnp.isfinite(leaf)).reshape(len(leaf), -1).any(1).sum())
@@ -191,7 +197,6 @@ def advance(
 
 def blocks(num_steps: int, num_blocks: int, progress: bool) -> Iterator[tuple]:
     """First and last step of every block, moving a progress bar along."""
-    require_positive(num_steps=num_steps, num_blocks=num_blocks)
     edges = np.linspace(0, num_steps, min(num_blocks, num_steps) + 1).astype(int)
     hidden = {} if progress else {"disable": True}
     with tqdm(total=num_steps, delay=2, leave=False, **hidden) as bar:
@@ -238,15 +243,18 @@ def run(
     >>> counts.tolist()
     [5.0, 5.0]
     """
+    require_positive(num_steps=num_steps, num_blocks=num_blocks)
     zero, update = fold
-    kept = []
-    for first, last in blocks(num_steps, num_blocks, progress):
+    shape = (min(num_blocks, num_steps),)
+    kept = jax.tree.map(lambda x: np.empty(shape + x.shape, x.dtype), zero)
+    for row, (first, last) in enumerate(blocks(num_steps, num_blocks, progress)):
         sums = jax.tree.map(jnp.array, zero)
         states, sums = advance(
             key, states, sums, first, last, algorithm.step, update, store=False
         )
-        kept.append(jax.device_get(sums))
-    return states, jax.tree.map(lambda *parts: np.stack(parts), *kept)
+        for rows, new in zip(jax.tree.leaves(kept), jax.tree.leaves(sums), strict=True):
+            rows[row] = new
+    return states, kept
 
 
 def positions(states: dict[str, Any], infos: Any = None) -> dict[str, Any]:
@@ -275,6 +283,7 @@ def record(
     >>> trace["plus"].shape
     (10, 4, 2)
     """
+    require_positive(num_steps=num_steps)
     keys = step_keys(key, 0, len(jax.tree.leaves(states)[0]))
     row = jax.eval_shape(lambda s: observe(*jax.vmap(algorithm.step)(keys, s)), states)
     rows = jax.tree.map(lambda x: jnp.zeros((num_steps, *x.shape), x.dtype), row)

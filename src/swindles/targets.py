@@ -406,7 +406,7 @@ def bounded(x: Array) -> Array:
     >>> bool(jnp.isfinite(jnp.exp(bounded(jnp.array(1e6)))))
     True
     """
-    limit = np.log(jnp.finfo(x.dtype).max) - 1
+    limit = np.floor(-np.log(jnp.finfo(x.dtype).tiny))
     return jnp.clip(x, -limit, limit)
 
 

@@ -1,0 +1,118 @@
+"""What a swindle costs: CVA on logistic regression against its bare gradients.
+
+    python benchmarks/swindles.py
+
+A CVA step of 256 chains with five leapfrog steps needs 5 x 512 values and gradients of
+the log density. The table gives the time of a whole run, with statistics, sums and
+products for the regression, as a multiple of the time of those evaluations alone, in
+batches of the same size. Runs are interleaved; each time is the best of several.
+
+    python benchmarks/swindles.py --memory 10000
+
+prints the peak memory of a long run on the item-response posterior (several minutes).
+"""
+
+import argparse
+import resource
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from swindles.antithetic import antithetic, fold_pairs, plain
+from swindles.control import control, exact, fold_controls
+from swindles.coupling import hmc, run, start
+from swindles.cva import cva
+from swindles.targets import item_response, logistic_regression
+from swindles.transport import laplace, pull_back
+
+CHAINS, LEAPS, STEPS, REPEATS = 256, 5, 100, 7
+
+
+def bare_gradients(logdensity, z, num_batches):
+    """Time of evaluating value and gradient; each evaluation depends on the last."""
+    evaluate = jax.vmap(jax.value_and_grad(logdensity))
+
+    @jax.jit
+    def loop(z):
+        def body(_, z):
+            value, slope = evaluate(z)
+            return z + 1e-6 * slope + 1e-9 * value[:, None]
+
+        return jax.lax.fori_loop(0, num_batches, body, z)
+
+    return lambda: loop(z).block_until_ready()
+
+
+def cost():
+    """Print the table of ratios."""
+    target = logistic_regression()
+    to_x = laplace(target.logdensity, jnp.zeros(target.dim))
+    latent = pull_back(target.logdensity, to_x)
+    shift, scale = (np.asarray(part, np.float64) for part in to_x)
+    known = exact([shift, shift**2 + (scale**2).sum(1)])
+    z = jax.random.normal(jax.random.key(0), (CHAINS, target.dim))
+
+    def statistic(z):
+        x = to_x(z)
+        return jnp.concatenate([x, x**2])
+
+    work = {}
+    for scheme in (plain, antithetic, control, cva):
+        algorithm = scheme(hmc(0.3, LEAPS), latent)
+        states = start(algorithm, z)
+        pairs = scheme in (plain, antithetic)
+        fold = (
+            fold_pairs(statistic, states)
+            if pairs
+            else fold_controls(statistic, states, known)
+        )
+        per_step = LEAPS * (2 if scheme in (antithetic, cva) else 1)
+        work[scheme.__name__] = (
+            lambda a=algorithm, s=states, f=fold: run(
+                jax.random.key(1), a, s, STEPS, f, 4, progress=False
+            ),
+            bare_gradients(latent, z, STEPS * per_step),
+        )
+    best = {name: [np.inf, np.inf] for name in work}
+    for round_number in range(REPEATS + 1):
+        for name, pair in work.items():
+            for i, action in enumerate(pair):
+                begin = time.perf_counter()
+                action()
+                elapsed = time.perf_counter() - begin
+                if round_number:
+                    best[name][i] = min(best[name][i], elapsed)
+    print(f"{'scheme':12}{'ms per step':>12}{'gradients':>12}{'ratio':>8}")
+    for name, (whole, bare) in best.items():
+        per = 1000 / STEPS
+        print(f"{name:12}{whole * per:12.2f}{bare * per:12.2f}{whole / bare:8.2f}")
+
+
+def memory(num_steps):
+    """Print the peak memory of a long CVA run on the item-response posterior."""
+    target = item_response()
+    to_x = laplace(target.logdensity, jnp.zeros(target.dim))
+    algorithm = cva(hmc(0.3, 1), pull_back(target.logdensity, to_x))
+    z = jax.random.normal(jax.random.key(0), (CHAINS, target.dim))
+    states = start(algorithm, z)
+    fold = fold_controls(to_x, states, exact(to_x.shift))
+    begin = time.perf_counter()
+    run(jax.random.key(1), algorithm, states, num_steps, fold)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    seconds = time.perf_counter() - begin
+    print(
+        f"{CHAINS} chains x {num_steps} steps x {target.dim}: peak {peak:.0f} MB, "
+        f"{seconds:.0f} s"
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--memory", type=int, metavar="STEPS", default=0)
+    arguments = parser.parse_args()
+    if arguments.memory:
+        memory(arguments.memory)
+    else:
+        cost()

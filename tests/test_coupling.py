@@ -1,0 +1,318 @@
+"""Coupled chains are the plain chains, to the bit; runs are compiled once."""
+
+import blackjax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from blackjax.base import SamplingAlgorithm
+from blackjax.mcmc import integrators
+from blackjax.mcmc.random_walk import normal
+
+from swindles import coupling
+from swindles.antithetic import antithetic, mirror
+from swindles.control import control
+from swindles.coupling import (
+    add_rates,
+    couple,
+    empty_rates,
+    hmc,
+    mala,
+    random_walk,
+    record,
+    run,
+    start,
+    step_keys,
+)
+from swindles.cva import cva
+from swindles.targets import logistic_regression
+from swindles.transport import laplace, pull_back, standard_normal
+
+KEY = jax.random.key(20202)
+CHAINS, STEPS, DIM = 16, 100, 3
+
+
+def tilted(x):
+    """A skewed target: symmetric ones hide sign errors."""
+    return -jnp.sum(jnp.exp(x) - 1.5 * x) - 0.1 * jnp.sum(x**2)
+
+
+def blackjax_hmc(logdensity):
+    return blackjax.hmc(logdensity, 0.4, jnp.ones(DIM), 4)
+
+
+def blackjax_mala(logdensity):
+    return blackjax.mala(logdensity, 0.4**2 / 2)
+
+
+def blackjax_walk(logdensity):
+    return blackjax.additive_step_random_walk(logdensity, normal(jnp.full(DIM, 0.4)))
+
+
+SAMPLERS = {
+    "hmc": (hmc(0.4, 4), blackjax_hmc),
+    "mala": (mala(0.4), blackjax_mala),
+    "random walk": (random_walk(0.4), blackjax_walk),
+}
+
+
+def starts(chains=CHAINS, dim=DIM):
+    return jax.random.normal(jax.random.key(1), (chains, dim))
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_marginal_chains_are_bitwise_plain_blackjax(name):
+    """A loop written with BlackJAX alone, one density at a time."""
+    sampler, reference = SAMPLERS[name]
+    algorithm = cva(sampler, tilted)
+    _, trace = record(KEY, algorithm, start(algorithm, starts()), STEPS)
+    densities = {"plus": tilted, "minus": mirror(tilted), "control": standard_normal}
+    for chain, density in densities.items():
+        single = reference(density)
+
+        def one_step(states, i, single=single):
+            keys = jax.random.split(jax.random.fold_in(KEY, i), CHAINS)
+            states, _ = jax.vmap(single.step)(keys, states)
+            return states, states.position
+
+        # Compiled, like `start`: an interpreted `init` rounds differently.
+        states = jax.jit(jax.vmap(single.init))(starts())
+        scan = jax.jit(lambda s, f=one_step: jax.lax.scan(f, s, jnp.arange(STEPS)))
+        _, expected = scan(states)
+        assert np.array_equal(trace[chain], expected), chain
+    assert not np.array_equal(trace["plus"], trace["control"])
+
+
+def test_shared_uniform_and_momentum():
+    """One target, one start: coupled chains can never part."""
+    single = hmc(0.9, 3)(tilted)
+    algorithm = couple(plus=single, other=single)
+    states = start(algorithm, starts())
+    _, sums = run(
+        KEY,
+        algorithm,
+        states,
+        STEPS,
+        (empty_rates(states), lambda s, _, i: add_rates(s, i)),
+    )
+    rates = sums.means()
+    assert rates["decoupling"] == {"other": 0.0}
+    assert (
+        0.3 < rates["acceptance"]["plus"] < 0.97
+    )  # there are rejections to disagree on
+
+
+def test_chains_contract_and_unshared_uniforms_prevent_it():
+    """The distance falls to rounding; with separate uniforms it cannot."""
+    target = logistic_regression()
+    latent = pull_back(
+        target.logdensity, laplace(target.logdensity, jnp.zeros(target.dim))
+    )
+    single = hmc(0.5, 3)(latent)
+    z = jax.random.normal(jax.random.key(3), (2, 64, target.dim))
+    pair = couple(first=single, second=single)
+
+    def unshared_step(key, states):
+        """The same momentum, but an independent Metropolis uniform for the second."""
+        moved, _ = single.step(key, states["first"])
+        kernel = blackjax.hmc.build_kernel(
+            build_proposal=lambda *a, **k: reseeded(
+                blackjax.mcmc.hmc.hmc_proposal(*a, **k)
+            )
+        )
+
+        def reseeded(generate):
+            return lambda k, state: generate(jax.random.fold_in(k, 99), state)
+
+        ones = jnp.ones(target.dim)
+        other, _ = kernel(key, states["second"], latent, 0.5, ones, 3)
+        return {"first": moved, "second": other}, ()
+
+    unshared = SamplingAlgorithm(pair.init, unshared_step)
+    left = {}
+    for name, algorithm in {"shared": pair, "unshared": unshared}.items():
+        states = {
+            "first": start(pair, z[0])["first"],
+            "second": start(pair, z[1])["second"],
+        }
+        _, trace = record(KEY, algorithm, states, 80)
+        left[name] = np.linalg.norm(trace["first"] - trace["second"], axis=-1)[
+            -10:
+        ].mean()
+    assert left["shared"] < 1e-3 < 1e-1 < left["unshared"]
+
+
+@pytest.mark.parametrize(
+    "integrator",
+    [
+        integrators.velocity_verlet,
+        integrators.mclachlan,
+        integrators.yoshida,
+        integrators.omelyan,
+    ],
+)
+@pytest.mark.parametrize("scheme", [antithetic, control, cva])
+def test_every_integrator_on_pytrees_with_jitter(scheme, integrator):
+    """A pytree position gives the chains of the flat vector."""
+
+    def on_tree(position):
+        return tilted(jnp.concatenate([position["a"], position["b"][None]]))
+
+    flat = starts()
+    tree = {"a": flat[:, :2], "b": flat[:, 2]}
+    sampler = hmc(0.3, 2, jitter=0.4, integrator=integrator)
+    traces = []
+    for density, position in [(on_tree, tree), (tilted, flat)]:
+        algorithm = scheme(sampler, density)
+        traces.append(record(KEY, algorithm, start(algorithm, position), 20)[1])
+    for name, chain in traces[0].items():
+        joined = np.concatenate([chain["a"], chain["b"][..., None]], axis=-1)
+        np.testing.assert_allclose(joined, traces[1][name], atol=2e-4)
+
+
+def test_jitter_is_shared():
+    single = hmc(0.4, 3, jitter=0.5)(tilted)
+    algorithm = couple(plus=single, other=single)
+    _, trace = record(KEY, algorithm, start(algorithm, starts()), 20)
+    assert np.array_equal(trace["plus"], trace["other"])
+    _, steady = record(
+        KEY,
+        couple(plus=hmc(0.4, 3)(tilted)),
+        {"plus": start(algorithm, starts())["plus"]},
+        20,
+    )
+    assert not np.allclose(steady["plus"], trace["plus"])
+
+
+def test_mala_is_one_leapfrog_step():
+    x = starts()[0]
+    one, other = mala(0.4)(tilted), hmc(0.4, 1)(tilted)
+    for key in jax.random.split(KEY, 10):
+        a, _ = one.step(key, one.init(x))
+        b, _ = other.step(key, other.init(x))
+        np.testing.assert_allclose(a.position, b.position, atol=1e-6)
+
+
+def counted(density):
+    """A density and the number of times its gradient was evaluated at run time."""
+    calls = []
+
+    @jax.custom_vjp
+    def watched(x):
+        return density(x)
+
+    def forward(x):
+        jax.debug.callback(lambda: calls.append(1))
+        return jax.value_and_grad(density)(x)
+
+    watched.defvjp(forward, lambda slope, g: (g * slope,))
+    return watched, calls
+
+
+@pytest.mark.parametrize(
+    ("sampler", "per_step"), [(hmc(0.3, 5), 5), (mala(0.3), 1), (random_walk(0.3), 0)]
+)
+@pytest.mark.parametrize(
+    ("scheme", "target_chains"), [(antithetic, 2), (control, 1), (cva, 2)]
+)
+def test_no_gradient_is_wasted(sampler, per_step, scheme, target_chains):
+    """Leapfrog steps x chains that target P; none for the bookkeeping."""
+    density, calls = counted(tilted)
+    algorithm = scheme(sampler, density)
+    state = algorithm.init(jnp.ones(DIM))
+    jax.effects_barrier()
+    step = jax.jit(algorithm.step)
+    calls.clear()
+    for key in jax.random.split(KEY, 4):
+        state, _ = step(key, state)
+    jax.effects_barrier()
+    assert len(calls) == 4 * per_step * target_chains
+
+
+def test_one_compilation_for_any_number_of_steps():
+    traced = []
+
+    def density(x):
+        traced.append(1)
+        return tilted(x)
+
+    algorithm = couple(plus=hmc(0.3, 2)(density))
+    states = start(algorithm, starts())
+    states, _ = run(KEY, algorithm, states, 10)
+    before = len(traced)
+    for num_steps in (7, 40, 100):
+        states, _ = run(KEY, algorithm, states, num_steps)
+    assert len(traced) == before > 0
+
+
+def test_blocks_and_pieces_do_not_change_the_chains():
+    algorithm = antithetic(hmc(0.3, 2), tilted)
+    states = start(algorithm, starts())
+    one, _ = run(KEY, algorithm, states, 30, num_blocks=1)
+    many, _ = run(KEY, algorithm, states, 30, num_blocks=7)
+    final, trace = record(KEY, algorithm, states, 30)
+    for name in states:
+        assert np.array_equal(one[name].position, many[name].position)
+        assert np.array_equal(one[name].position, trace[name][-1])
+        assert np.array_equal(one[name].position, final[name].position)
+
+
+def test_every_step_and_chain_has_its_own_key():
+    keys = [jax.random.key_data(step_keys(KEY, i, 8)) for i in range(8)]
+    assert len(np.unique(np.concatenate(keys), axis=0)) == 64
+
+
+@pytest.mark.parametrize("sampler", [hmc(0.3, 5), mala(0.3), random_walk(0.3)])
+def test_lowers_for_cuda(sampler):
+    algorithm = cva(sampler, tilted)
+    states = start(algorithm, starts())
+
+    def kernel(key, states, first, last):
+        return coupling.advance(
+            key, states, (), first, last, algorithm.step, coupling.keep_nothing, False
+        )
+
+    exported = jax.export.export(jax.jit(kernel), platforms=["cuda"])
+    assert exported(KEY, states, 0, 10).platforms == ("cuda",)
+
+
+BAD_SETTINGS = [
+    (lambda: hmc(0.0, 5), "step_size must be a positive"),
+    (lambda: hmc(-0.1, 5), "step_size must be a positive"),
+    (lambda: hmc(float("nan"), 5), "step_size must be a positive"),
+    (lambda: hmc(0.1, 0), "num_integration_steps must be a positive"),
+    (lambda: mala(0.0), "step_size must be a positive"),
+    (lambda: random_walk(float("inf")), "step_size must be a positive"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), BAD_SETTINGS)
+def test_bad_settings(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("density", "positions", "message"),
+    [
+        (tilted, jnp.full((4, 3), jnp.nan), "4 of 4 chains start"),
+        (tilted, starts().at[2, 1].set(jnp.inf), "1 of 16 chains start"),
+        (lambda x: jnp.log(x).sum(), -jnp.ones((5, 2)), "5 of 5 chains .*logdensity"),
+        (tilted, jnp.array(1.0), "one leading axis"),
+        (tilted, jnp.zeros((0, 3)), "one leading axis"),
+        (
+            lambda p: tilted(p["a"]),
+            {"a": jnp.ones((4, 3)), "b": jnp.ones(3)},
+            "same length",
+        ),
+    ],
+)
+def test_bad_starts(density, positions, message):
+    with pytest.raises(ValueError, match=message):
+        start(couple(plus=hmc(0.3, 2)(density)), positions)
+
+
+def test_no_steps_is_an_error():
+    algorithm = couple(plus=hmc(0.3, 2)(tilted))
+    with pytest.raises(ValueError, match="num_steps must be a positive"):
+        run(KEY, algorithm, start(algorithm, starts()), 0)
