@@ -123,3 +123,22 @@ def test_maths_is_in_the_book(built):
     page = (built / "book" / "notation.html").read_text(encoding="utf-8")
     script = re.search(r'src="([^"]*mathjax/[^"?]*)', page).group(1)
     assert (built / "book" / script).exists()
+
+
+def test_readme_example_gives_what_the_readme_shows():
+    """Same numbers up to a few of their own standard errors."""
+    text = (ROOT / "README.md").read_text()
+    code = re.search(r"```python\n(.*?)```", text, re.S).group(1)
+    shown = re.search(r"```text\n(.*?)```", text, re.S).group(1)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+
+    def numbers(output: str) -> list[list[float]]:
+        lines = re.findall(r"\[(.*?)\]", output)
+        return [[float(word) for word in line.split()] for line in lines]
+
+    mean, mcse, draws = numbers(done.stdout)
+    for here, there, error in zip(mean, numbers(shown)[0], mcse, strict=True):
+        assert abs(here - there) < 6 * error
+    assert min(draws) > 30

@@ -1,5 +1,29 @@
-"""Hamiltonian Monte Carlo swindles: posterior expectations with smaller errors."""
+"""Hamiltonian Monte Carlo swindles: posterior expectations with smaller errors.
+
+One module for each chapter of the book: ``targets``, ``accuracy``, ``transport``,
+``coupling``, ``antithetic``, ``control`` and ``cva``, in the order in which they build
+on each other.
+"""
 
 from importlib.metadata import version
 
+from swindles import (
+    accuracy,
+    antithetic,
+    control,
+    coupling,
+    cva,
+    targets,
+    transport,
+)
+
+__all__ = [
+    "accuracy",
+    "antithetic",
+    "control",
+    "coupling",
+    "cva",
+    "targets",
+    "transport",
+]
 __version__ = version("swindles")

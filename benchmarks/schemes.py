@@ -1,13 +1,13 @@
 """What a swindle costs: CVA on logistic regression against its bare gradients.
 
-    python benchmarks/swindles.py
+    python benchmarks/schemes.py
 
 A CVA step of 256 chains with five leapfrog steps needs 5 x 512 values and gradients of
 the log density. The table gives the time of a whole run, with statistics, sums and
 products for the regression, as a multiple of the time of those evaluations alone, in
 batches of the same size. Runs are interleaved; each time is the best of several.
 
-    python benchmarks/swindles.py --memory 10000
+    python benchmarks/schemes.py --memory 10000
 
 prints the peak memory of a long run on the item-response posterior (several minutes).
 """
