@@ -5,7 +5,8 @@
 A CVA step of 256 chains with five leapfrog steps needs 5 x 512 values and gradients of
 the log density. The table gives the time of a whole run, with statistics, sums and
 products for the regression, as a multiple of the time of those evaluations alone, in
-batches of the same size. Runs are interleaved; each time is the best of several.
+batches of the same size. Runs are interleaved; each time is the best of several. The
+last two rows compare an antithetic pair of two chains with one batch of both.
 
     python benchmarks/schemes.py --memory 10000
 
@@ -19,6 +20,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from blackjax.base import SamplingAlgorithm
 
 from swindles.antithetic import antithetic, fold_pairs, plain
 from swindles.control import control, exact, fold_controls
@@ -43,6 +45,22 @@ def bare_gradients(logdensity, z, num_batches):
         return jax.lax.fori_loop(0, num_batches, body, z)
 
     return lambda: loop(z).block_until_ready()
+
+
+def batched_pair(sampler, logdensity):
+    """An antithetic pair whose two chains are one batch: a rival to ``antithetic``."""
+    signs = jnp.array([1.0, -1.0])
+
+    def side(sign):
+        return sampler(lambda z: logdensity(sign * z))
+
+    def init(position, _=None):
+        return jax.vmap(lambda sign: side(sign).init(position))(signs)
+
+    def step(key, pair):
+        return jax.vmap(lambda sign, state: side(sign).step(key, state))(signs, pair)
+
+    return SamplingAlgorithm(init, step)
 
 
 def cost():
@@ -74,6 +92,16 @@ def cost():
                 jax.random.key(1), a, s, STEPS, f, 4, progress=False
             ),
             bare_gradients(latent, z, STEPS * per_step),
+        )
+    # The same pair with and without a batch of its own, no statistics.
+    for name, scheme in {"two chains": antithetic, "one batch": batched_pair}.items():
+        algorithm = scheme(hmc(0.3, LEAPS), latent)
+        states = start(algorithm, z)
+        work[name] = (
+            lambda a=algorithm, s=states: jax.block_until_ready(
+                run(jax.random.key(1), a, s, STEPS, num_blocks=4, progress=False)
+            ),
+            bare_gradients(latent, z, STEPS * 2 * LEAPS),
         )
     best = {name: [np.inf, np.inf] for name in work}
     for round_number in range(REPEATS + 1):
