@@ -82,6 +82,9 @@ LEAST = {  # ESS per step at the median: (means, second moments)
     "control": (45, 40),
     "cva": (90, 85),
 }
+# Another machine rounds differently, and so makes other random decisions. An ESS from
+# 256 chains has this relative standard error; with this key the bounds hold without it.
+SLACK = np.sqrt(2 / 255)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +103,7 @@ def test_efficiency_on_logistic_regression(full_runs, scheme):
     estimate = full_runs[scheme].estimate
     per_step = np.median(estimate.ess.reshape(2, 25), axis=1) / estimate.num_draws
     assert estimate.num_draws == 256 * 500
-    assert (per_step >= LEAST[scheme]).all()
+    assert (per_step >= (1 - SLACK) * np.array(LEAST[scheme])).all()
     assert estimate.warnings() == []
 
 
