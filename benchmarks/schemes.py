@@ -10,12 +10,13 @@ last two rows compare an antithetic pair of two chains with one batch of both.
 
     python benchmarks/schemes.py --memory 10000
 
-prints the peak memory of a long run on the item-response posterior (several minutes).
+prints the peak memory of a long run on the item-response posterior (several minutes,
+Linux only).
 """
 
 import argparse
-import resource
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -128,7 +129,8 @@ def memory(num_steps):
     fold = fold_controls(to_x, states, exact(to_x.shift))
     begin = time.perf_counter()
     run(jax.random.key(1), algorithm, states, num_steps, fold)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    status = Path("/proc/self/status").read_text()
+    peak = int(status.split("VmHWM:")[1].split()[0]) / 1024
     seconds = time.perf_counter() - begin
     print(
         f"{CHAINS} chains x {num_steps} steps x {target.dim}: peak {peak:.0f} MB, "

@@ -32,7 +32,7 @@ from swindles.antithetic import (
     negate,
     pair_values,
 )
-from swindles.coupling import LogDensity, Sampler, couple
+from swindles.coupling import LogDensity, Sampler, Total, couple
 from swindles.transport import standard_normal
 
 
@@ -130,8 +130,8 @@ class ControlSums(NamedTuple):
 
     pairs: PairSums
     feature: Moments  # of g(Y), averaged over Y and -Y if there are two
-    gram: Array | np.ndarray  # (groups, features, features): g g^T
-    cross: Array | np.ndarray  # (groups, features, dim): g f^T
+    gram: Total  # (groups, features, features): g g^T
+    cross: Total  # (groups, features, dim): g f^T
 
 
 def feature_values(feature: Callable, states: dict[str, Any]) -> Array:
@@ -199,12 +199,12 @@ def fold_controls(
         return ControlSums(
             update_pairs(sums.pairs, states, infos),
             add_step(sums.feature, features.mean(0) + sums.feature.center),
-            sums.gram + product(features, features),
-            sums.cross + product(features, values),
+            Total(sums.gram.value + product(features, features)),
+            Total(sums.cross.value + product(features, values)),
         )
 
     moments = empty_moments(center, features.shape[1])
-    zeros = product(0 * features, features), product(0 * features, values)
+    zeros = [Total(product(0 * features, other)) for other in (features, values)]
     return ControlSums(pairs, moments, *zeros), update
 
 
@@ -262,11 +262,8 @@ def covariances(
     def mean(total: Any) -> np.ndarray:
         return np.asarray(total).sum(0, dtype=np.float64)[chains].sum(0) / number
 
-    def second(total: Any) -> np.ndarray:
-        return np.asarray(total).sum(0, dtype=np.float64)[groups].sum(0) / number
-
     g, f = mean(sums.feature.total), mean(sums.pairs.average.total)
-    gram, cross = second(sums.gram), second(sums.cross)
+    gram, cross = (t.value[groups].sum(0) / number for t in (sums.gram, sums.cross))
     if gram.ndim == 1:
         return gram - g * g, cross - g * f
     gram, cross = gram - np.outer(g, g), cross - np.outer(g, f)
@@ -284,7 +281,9 @@ def fit_groups(sums: ControlSums, beta: Beta) -> np.ndarray:
     if not isinstance(beta, str):
         shape = (sums.feature.total.shape[-1], sums.pairs.plus.total.shape[-1])
         return np.broadcast_to(np.asarray(beta, np.float64), (NUM_GROUPS, *shape))
-    if beta not in ("full", "diagonal") or (beta == "full" and sums.gram.ndim == 3):
+    if beta not in ("full", "diagonal") or (
+        beta == "full" and sums.gram.value.ndim == 2
+    ):
         raise ValueError(
             f'beta={beta!r}: say "diagonal", "full" (after a fold with full=True), or '
             "give an array of shape (features, dim)"

@@ -205,6 +205,40 @@ def blocks(num_steps: int, num_blocks: int, progress: bool) -> Iterator[tuple]:
             bar.update(last - first)
 
 
+class Total(NamedTuple):
+    """Sums of which ``run`` returns the total over all blocks, in double precision."""
+
+    value: Array | np.ndarray
+
+
+def is_total(node: Any) -> bool:
+    """Whether a node of a pytree is a ``Total``."""
+    return isinstance(node, Total)
+
+
+def room(zero: Any, num_blocks: int) -> Any:
+    """Where to gather the sums of all blocks."""
+
+    def empty(x: Any) -> Any:
+        if is_total(x):
+            return Total(np.zeros(x.value.shape, np.float64))
+        return np.empty((num_blocks, *x.shape), x.dtype)
+
+    return jax.tree.map(empty, zero, is_leaf=is_total)
+
+
+def gather(kept: Any, sums: Any, row: int) -> None:
+    """Put the sums of one block into their row, and add up those in a ``Total``."""
+
+    def put(rows: Any, new: Any) -> None:
+        if is_total(rows):
+            np.add(rows.value, new.value, out=rows.value)
+        else:
+            rows[row] = new
+
+    jax.tree.map(put, kept, sums, is_leaf=is_total)
+
+
 def keep_nothing(sums: Any, states: Any, infos: Any) -> Any:
     """Update of a run whose only purpose is to move the chains."""
     return sums
@@ -233,6 +267,7 @@ def run(
     Returns
     -------
     The states after the last step, and the sums with the blocks along a new first axis.
+    A ``Total`` has no such axis.
 
     Examples
     --------
@@ -245,15 +280,13 @@ def run(
     """
     require_positive(num_steps=num_steps, num_blocks=num_blocks)
     zero, update = fold
-    shape = (min(num_blocks, num_steps),)
-    kept = jax.tree.map(lambda x: np.empty(shape + x.shape, x.dtype), zero)
+    kept = room(zero, min(num_blocks, num_steps))
     for row, (first, last) in enumerate(blocks(num_steps, num_blocks, progress)):
         sums = jax.tree.map(jnp.array, zero)
         states, sums = advance(
             key, states, sums, first, last, algorithm.step, update, store=False
         )
-        for rows, new in zip(jax.tree.leaves(kept), jax.tree.leaves(sums), strict=True):
-            rows[row] = new
+        gather(kept, sums, row)
     return states, kept
 
 

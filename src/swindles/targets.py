@@ -429,7 +429,9 @@ def expected_right(asked: ArrayLike, minus_ability: Array, difficulty: Array) ->
     [2.0, 2.0]
     """
     rows, columns = jnp.exp(bounded(minus_ability)), jnp.exp(bounded(difficulty))
-    return jnp.sum(jnp.asarray(asked, rows.dtype) / (1 + rows[:, None] * columns), 1)
+    grid, one = jnp.asarray(asked, rows.dtype), jnp.ones((), rows.dtype)
+    grid, one, rows = jax.lax.optimization_barrier((grid, one, rows))
+    return jnp.sum(grid / (one + rows[:, None] * columns), 1)
 
 
 def two_cosh(asked: ArrayLike, ability: Array, difficulty: Array) -> Array:
@@ -448,7 +450,7 @@ def two_cosh(asked: ArrayLike, ability: Array, difficulty: Array) -> Array:
     [[2.0, 1.0]]
     """
     a, b = bounded(ability) / 2, bounded(difficulty[:, None]) / 2
-    grid = jnp.asarray(asked, a.dtype)
+    grid, a = jax.lax.optimization_barrier((jnp.asarray(asked, a.dtype), a))
     return grid * (jnp.exp(a) * jnp.exp(-b) + jnp.exp(-a) * jnp.exp(b)) + (1 - grid)
 
 

@@ -4,6 +4,7 @@ Mirrored from book/transport.md: edit there, then run `make mirror`.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import jax
@@ -94,6 +95,17 @@ def find_mode(logdensity: Callable[[Array], Array], position: Array) -> Array:
     return jnp.asarray(climbed.x, position.dtype)
 
 
+@partial(jax.jit, static_argnames=("slope",))
+def hessian(position: Array, slope: Callable[[Array], Array]) -> Array:
+    """The derivative of ``slope``, a few rows at a time to spare memory."""
+
+    def row(direction: Array) -> Array:
+        return jax.jvp(slope, (position,), (direction,))[1]
+
+    rows = jnp.eye(position.size, dtype=position.dtype)
+    return jax.lax.map(row, rows, batch_size=16)
+
+
 def laplace(logdensity: Callable[[Array], Array], position: ArrayLike) -> Affine:
     """The affine map of Laplace's approximation: mode and curvature.
 
@@ -106,10 +118,10 @@ def laplace(logdensity: Callable[[Array], Array], position: ArrayLike) -> Affine
     (True, [[2.0, 0.0], [0.0, 2.0]])
     """
     mode = find_mode(logdensity, jnp.asarray(position, float))
-    slope, hessian = jax.jit(jax.grad(logdensity)), jax.jit(jax.hessian(logdensity))
+    slope = jax.jit(jax.grad(logdensity))
     for _ in range(3):
-        mode = mode - jnp.linalg.solve(hessian(mode), slope(mode))
-    precision = -np.asarray(hessian(mode), np.float64)
+        mode = mode - jnp.linalg.solve(hessian(mode, slope), slope(mode))
+    precision = -np.asarray(hessian(mode, slope), np.float64)
     smallest = np.linalg.eigvalsh(precision)[0] if np.isfinite(precision).all() else 0
     if not smallest > 0:
         raise ValueError(
