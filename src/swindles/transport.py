@@ -3,17 +3,32 @@
 Mirrored from book/transport.md: edit there, then run `make mirror`.
 """
 
+import json
+import warnings
+import zipfile
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import paramax
+from arviz_stats.base import array_stats
+from blackjax.vi import pathfinder
+from flowjax.bijections import AbstractBijection, Chain
+from flowjax.distributions import Normal
+from flowjax.flows import masked_autoregressive_flow
 from jax import Array
 from jax.scipy.linalg import solve_triangular
 from jax.typing import ArrayLike
 from scipy.optimize import minimize
+from tqdm import tqdm
+
+Density = Callable[[Array], Array]
 
 
 class Transport(Protocol):
@@ -25,13 +40,11 @@ class Transport(Protocol):
     def inverse(self, x: Array) -> Array:
         """Map x back to z."""
 
-    def log_det(self, z: Array) -> Array:
-        """Log of the absolute determinant of dx/dz at z."""
+    def with_log_det(self, z: Array) -> tuple[Array, Array]:
+        """Map z to x, and the log of the absolute determinant of dx/dz there."""
 
 
-def pull_back(
-    logdensity: Callable[[Array], Array], transport: Transport
-) -> Callable[[Array], Array]:
+def pull_back(logdensity: Density, transport: Transport) -> Density:
     """The log density of z when x = transport(z) has log density ``logdensity``.
 
     Examples
@@ -43,7 +56,8 @@ def pull_back(
     """
 
     def latent(z: Array) -> Array:
-        return logdensity(transport(z)) + transport.log_det(z)
+        x, log_det = transport.with_log_det(z)
+        return logdensity(x) + log_det
 
     return latent
 
@@ -61,25 +75,40 @@ def standard_normal(z: Array) -> Array:
 
 
 class Affine(NamedTuple):
-    """The map x = shift + scale z, with ``scale`` lower triangular."""
+    """The map x = shift + scale z, full-rank or diagonal."""
 
     shift: Array  # (dim,)
-    scale: Array  # (dim, dim)
+    scale: Array  # (dim, dim), lower triangular; or (dim,), the diagonal
 
     def __call__(self, z: Array) -> Array:
         """Map z to x."""
-        return self.shift + self.scale @ z
+        full = self.scale.ndim == 2
+        return self.shift + (self.scale @ z if full else self.scale * z)
 
     def inverse(self, x: Array) -> Array:
         """Map x back to z."""
+        if self.scale.ndim == 1:
+            return (x - self.shift) / self.scale
         return solve_triangular(self.scale, x - self.shift, lower=True)
 
-    def log_det(self, z: Array) -> Array:
-        """The same everywhere: the sum of the logs on the diagonal."""
-        return jnp.log(jnp.abs(jnp.diagonal(self.scale))).sum()
+    def with_log_det(self, z: Array) -> tuple[Array, Array]:
+        """Map z to x; the log-determinant is the sum of the logs on the diagonal."""
+        diagonal = jnp.diagonal(self.scale) if self.scale.ndim == 2 else self.scale
+        return self(z), jnp.log(jnp.abs(diagonal)).sum()
 
 
-def find_mode(logdensity: Callable[[Array], Array], position: Array) -> Array:
+def identity(dim: int, full: bool = False) -> Affine:
+    """The map that changes nothing, as a diagonal or a full-rank one.
+
+    Examples
+    --------
+    >>> identity(3)(jnp.arange(3.0)).tolist()
+    [0.0, 1.0, 2.0]
+    """
+    return Affine(jnp.zeros(dim), jnp.eye(dim) if full else jnp.ones(dim))
+
+
+def find_mode(logdensity: Density, position: Array) -> Array:
     """Climb from ``position`` to a maximum of ``logdensity``."""
     value_and_slope = jax.jit(jax.value_and_grad(lambda x: -logdensity(x)))
 
@@ -106,7 +135,7 @@ def hessian(position: Array, slope: Callable[[Array], Array]) -> Array:
     return jax.lax.map(row, rows, batch_size=16)
 
 
-def laplace(logdensity: Callable[[Array], Array], position: ArrayLike) -> Affine:
+def laplace(logdensity: Density, position: ArrayLike) -> Affine:
     """The affine map of Laplace's approximation: mode and curvature.
 
     Raises ValueError when the curvature at the mode is not that of a maximum.
@@ -130,3 +159,436 @@ def laplace(logdensity: Callable[[Array], Array], position: ArrayLike) -> Affine
         )
     root = np.linalg.cholesky(np.linalg.inv(precision))
     return Affine(mode, jnp.asarray(root, mode.dtype))
+
+
+def gaussian_start(key: Array, logdensity: Density, position: ArrayLike) -> Affine:
+    """Laplace's map or, where there is none, Pathfinder's; it warns when it changes.
+
+    Examples
+    --------
+    >>> gaussian_start(jax.random.key(0), standard_normal, jnp.ones(2)).scale.shape
+    (2, 2)
+    """
+    try:
+        return laplace(logdensity, position)
+    except ValueError as reason:
+        if "starting position" in str(reason):
+            raise
+        warnings.warn(f"{reason}. Using Pathfinder instead.", stacklevel=2)
+    start = jnp.asarray(position, float)
+    best, _ = pathfinder.approximate(key, logdensity, start)
+    spread = jnp.diag(best.alpha) + best.beta @ best.gamma @ best.beta.T
+    transport = Affine(best.position, jnp.linalg.cholesky(spread))
+    if not all(jnp.isfinite(part).all() for part in transport):
+        raise ValueError("Pathfinder finds no Gaussian either: give a map of your own")
+    return transport
+
+
+def log_weight(logdensity: Density, transport: Transport, z: Array) -> Array:
+    """Log of p(x) / q(x) at x = transport(z), where z ~ N(0, I) makes x ~ q."""
+    log_normal = standard_normal(z) - 0.5 * z.size * jnp.log(2 * jnp.pi)
+    return pull_back(logdensity, transport)(z) - log_normal
+
+
+def log_weights(
+    key: Array, logdensity: Density, transport: Transport, dim: int, num_draws: int
+) -> np.ndarray:
+    """Log weights of independent draws of q, in double precision: (num_draws,)."""
+
+    @jax.jit
+    def weigh(z: Array) -> Array:
+        weight = partial(log_weight, logdensity, transport)
+        return jax.lax.map(weight, z, batch_size=64)
+
+    draws = jax.random.normal(key, (num_draws, dim))
+    return np.asarray(weigh(draws), np.float64)
+
+
+def path_log_weight(logdensity: Density, transport: Affine, z: Array) -> Array:
+    """Value of ``log_weight``; its gradient sees q move only through x."""
+    x = transport(z)
+    frozen = Affine(*map(jax.lax.stop_gradient, transport))
+    back = frozen.inverse(x)
+    log_normal = standard_normal(back) - 0.5 * z.size * jnp.log(2 * jnp.pi)
+    return logdensity(x) + frozen.with_log_det(back)[1] - log_normal
+
+
+class Schedule(NamedTuple):
+    """How to fit a map by variational inference."""
+
+    num_steps: int  # at most
+    batch: int  # draws in each step
+    learning_rate: float  # at first
+    tolerance: float = (
+        0.02  # nats gained in a tenth of the steps, to go on at that rate
+    )
+
+
+AFFINE_SCHEDULE = Schedule(num_steps=1000, batch=64, learning_rate=1e-3)
+FLOW_SCHEDULE = Schedule(num_steps=20_000, batch=256, learning_rate=1e-2)
+
+
+def check_schedule(schedule: Schedule) -> None:
+    """Raise ValueError when a schedule makes no sense."""
+    for name, least in {"num_steps": 10, "batch": 2, "learning_rate": 0}.items():
+        value = getattr(schedule, name)
+        if not (np.isfinite(value) and value >= least and value > 0):
+            raise ValueError(
+                f"{name} is {value}: give at least 10 steps, 2 draws and a positive "
+                "learning rate"
+            )
+
+
+def adam(dim: int) -> optax.GradientTransformation:
+    """Adam's direction, from gradients of a length of at most twice the dimension."""
+    clip = optax.clip_by_global_norm(2.0 * dim)
+    return optax.chain(clip, optax.scale_by_adam())
+
+
+class Training(NamedTuple):
+    """The state of a fit."""
+
+    params: Any
+    optimizer: Any
+    average: Any  # of the params over the last steps
+
+
+@partial(jax.jit, static_argnames=("weigh", "dim", "batch"))
+def train(
+    key: Array, training: Training, plan: Array, weigh: Callable, dim: int, batch: int
+) -> tuple[Training, Array]:
+    """Take the steps of a plan with rows (step, learning rate, weight in the average).
+
+    ``weigh(params, z)`` is the log weight of one draw. Returns the losses, too.
+    """
+
+    def loss(params: Any, key: Array) -> Array:
+        half = jax.random.normal(key, (batch // 2, dim))
+        return -jax.vmap(partial(weigh, params))(jnp.concatenate([half, -half])).mean()
+
+    def body(now: Training, row: Array) -> tuple[Training, Array]:
+        step, rate, weight = row
+        here = jax.random.fold_in(key, step.astype(int))
+        value, slope = jax.value_and_grad(loss)(now.params, here)
+        way, optimizer = adam(dim).update(slope, now.optimizer)
+        params = jax.tree.map(lambda p, w: p - rate * w, now.params, way)
+        average = jax.tree.map(lambda a, p: a + weight * (p - a), now.average, params)
+        return Training(params, optimizer, average), value
+
+    return jax.lax.scan(body, training, plan)
+
+
+def plan(first: int, size: int, decay: int | None, rate: float) -> Array:
+    """Rows for ``train``: a constant learning rate, or one that falls to zero.
+
+    The rate falls from step ``decay`` on, for four times ``size`` steps. The average is
+    over the last of those blocks.
+    """
+    steps = np.arange(first, first + size)
+    if decay is None:
+        return jnp.stack([steps, np.full(size, rate), np.ones(size)], 1)
+    left = 1 - (steps - decay) / (4 * size)
+    weights = 1 / np.maximum(steps - decay - 3 * size + 1, 1)
+    return jnp.stack([steps, rate * left, weights], 1)
+
+
+def has_settled(losses: list[np.ndarray], tolerance: float) -> bool:
+    """Whether the last block of losses improves on the one before by too little.
+
+    Too little is ``tolerance`` (in nats) plus two standard errors.
+    """
+    if len(losses) < 2:
+        return False
+    before, now = losses[-2:]
+    noise = np.sqrt(before.var() / before.size + now.var() / now.size)
+    return bool(before.mean() - now.mean() < tolerance + 2 * noise)
+
+
+def check_loss(losses: np.ndarray, first: int) -> np.ndarray:
+    """Raise ValueError at the first loss that is not finite; ``first`` is its step."""
+    bad = np.flatnonzero(~np.isfinite(losses))
+    if bad.size:
+        raise ValueError(
+            f"the loss is {losses[bad[0]]} at step {first + bad[0]}: the log density "
+            "is not finite at a draw of the map, or the learning rate is too large"
+        )
+    return losses
+
+
+def minimize_loss(
+    key: Array, weigh: Callable, params: Any, dim: int, schedule: Schedule
+) -> tuple[Any, np.ndarray]:
+    """Train in up to ten blocks: at a constant rate until settled, then four more.
+
+    Returns the averaged parameters and the losses of all steps.
+    """
+    check_schedule(schedule)
+    num_steps, batch, rate, tolerance = schedule
+    size = num_steps // 10
+    training = Training(params, adam(dim).init(params), params)
+    losses: list[np.ndarray] = []
+    decay = None
+    with tqdm(total=10 * size, delay=2, leave=False) as bar:
+        while decay is None or len(losses) * size < decay + 4 * size:
+            first = len(losses) * size
+            if decay is None and (len(losses) == 6 or has_settled(losses, tolerance)):
+                decay = first
+            rows = plan(first, size, decay, rate)
+            training, loss = train(key, training, rows, weigh, dim, batch)
+            losses.append(check_loss(np.asarray(loss, np.float64), first))
+            bar.update(size)
+            bar.set_postfix(loss=f"{losses[-1].mean():.2f}")
+    return training.average, np.concatenate(losses)
+
+
+class Fit(NamedTuple):
+    """A fitted map and how good it is."""
+
+    transport: Any
+    loss: np.ndarray  # minus the ELBO, estimated at every step
+    log_weights: np.ndarray  # of fresh draws
+
+    @property
+    def elbo(self) -> float:
+        """The evidence lower bound of the map."""
+        return float(self.log_weights.mean())
+
+    @property
+    def elbo_error(self) -> float:
+        """The standard error of ``elbo``."""
+        return float(self.log_weights.std() / np.sqrt(self.log_weights.size))
+
+
+def judge(
+    key: Array, logdensity: Density, start: Affine, fitted: Any, loss: np.ndarray
+) -> Fit:
+    """Compare the fitted map with its start on the same fresh draws; keep the better.
+
+    It warns when that is the start.
+    """
+    dim = start.shift.size
+    before, after = (
+        log_weights(key, logdensity, transport, dim, 4096)
+        for transport in (start, fitted)
+    )
+    gain = after - before
+    if gain.mean() < -2 * gain.std() / np.sqrt(gain.size):
+        warnings.warn(
+            f"the fit made the map worse by {-gain.mean():.3g} nats, so this is the "
+            "one it started from: try a smaller learning rate or more steps",
+            stacklevel=3,
+        )
+        fitted, after = start, before
+    return Fit(fitted, loss, after)
+
+
+def lower(transport: Affine) -> Affine:
+    """The map without what is above the diagonal of its scale."""
+    full = transport.scale.ndim == 2
+    return transport._replace(scale=jnp.tril(transport.scale)) if full else transport
+
+
+def fit_affine(
+    key: Array,
+    logdensity: Density,
+    start: Affine,
+    schedule: Schedule = AFFINE_SCHEDULE,
+) -> Fit:
+    """Improve an affine map by variational inference; a diagonal one stays diagonal.
+
+    The learning rate is in units of the start's standard deviations.
+
+    Examples
+    --------
+    >>> def logdensity(x):
+    ...     return -0.5 * ((x - 1) ** 2).sum() / 4
+    >>> schedule = Schedule(num_steps=2000, batch=16, learning_rate=0.01)
+    >>> fit = fit_affine(jax.random.key(0), logdensity, identity(2), schedule)
+    >>> fit.transport.shift.round(2).tolist(), fit.transport.scale.round(2).tolist()
+    ([1.0, 1.0], [2.0, 2.0])
+    """
+    fit_key, check_key = jax.random.split(key)
+    dim, full = start.shift.size, start.scale.ndim == 2
+    latent = pull_back(logdensity, start)
+
+    def weigh(inner: Affine, z: Array) -> Array:
+        return path_log_weight(latent, lower(inner), z)
+
+    inner, loss = minimize_loss(fit_key, weigh, identity(dim, full), dim, schedule)
+    inner = lower(inner)
+    scale = start.scale @ inner.scale if full else start.scale * inner.scale
+    fitted = Affine(start(inner.shift), scale)
+    return judge(check_key, logdensity, start, fitted, loss)
+
+
+class Bend(AbstractBijection):
+    """Yeo and Johnson's power map on every axis, with a power of its own for each.
+
+    Powers above 1 stretch the positive side and shorten the negative one.
+    """
+
+    raw: Array  # (dim,); zero leaves the axis as it is
+    shape: tuple[int, ...]
+    cond_shape: tuple[int, ...] | None
+
+    def __init__(self, dim: int) -> None:
+        """Start as the identity."""
+        self.raw, self.shape, self.cond_shape = jnp.zeros(dim), (dim,), None
+
+    def powers(self, x: Array) -> tuple[Array, Array]:
+        """Side and power at every entry of a point, or of its image."""
+        power = 0.01 + 1.98 * jax.nn.sigmoid(self.raw)
+        return jnp.where(x < 0, -1, 1), jnp.where(x < 0, 2 - power, power)
+
+    def transform_and_log_det(self, x: Any, condition: Any = None) -> tuple:
+        """Bend, and the log-determinant of it."""
+        side, power = self.powers(x)
+        log = jnp.log1p(side * x)
+        return side * jnp.expm1(power * log) / power, jnp.sum((power - 1) * log)
+
+    def inverse_and_log_det(self, y: Any, condition: Any = None) -> tuple:
+        """Straighten, and the log-determinant of it."""
+        side, power = self.powers(y)
+        log = jnp.log1p(power * side * y) / power
+        return side * jnp.expm1(log), -jnp.sum((power - 1) * log)
+
+
+class Design(NamedTuple):
+    """The build of an autoregressive flow."""
+
+    flows: int = 3
+    width: int = 51  # units in each hidden layer
+    depth: int = 2  # hidden layers
+    bend: bool = False  # whether to end with a Bend
+
+
+# The flow of the paper's sparse regression.
+PAPER_FLOW = Design()
+
+
+def build(design: Design, dim: int, key: Array) -> AbstractBijection:
+    """An inverse autoregressive flow that is nearly the identity, but for the order.
+
+    Examples
+    --------
+    >>> build(Design(), 3, jax.random.key(0)).shape
+    (3,)
+    """
+    if dim < 2:
+        raise ValueError("a flow bends some axes by others: it needs two dimensions")
+    flow = masked_autoregressive_flow(
+        key,
+        base_dist=Normal(jnp.zeros(dim)),
+        flow_layers=design.flows,
+        nn_width=design.width,
+        nn_depth=design.depth,
+        nn_activation=jax.nn.elu,
+        invert=False,
+    ).bijection
+    weights, rest = eqx.partition(flow, eqx.is_inexact_array)
+    flow = eqx.combine(jax.tree.map(lambda weight: weight / 10, weights), rest)
+    return Chain([flow, Bend(dim)]) if design.bend else flow
+
+
+class Flow(NamedTuple):
+    """A FlowJAX bijection, then an affine map: x = base(bijection(z))."""
+
+    base: Affine
+    bijection: Any
+    design: Design | None = None  # None: a bijection of your own, which has no file
+
+    def __call__(self, z: Array) -> Array:
+        """Map z to x."""
+        return self.base(self.bijection.transform(z))
+
+    def inverse(self, x: Array) -> Array:
+        """Map x back to z, one coordinate after the other: slow."""
+        return self.bijection.inverse(self.base.inverse(x))
+
+    def with_log_det(self, z: Array) -> tuple[Array, Array]:
+        """Map z to x; the log-determinants of both maps add up."""
+        y, first = self.bijection.transform_and_log_det(z)
+        x, second = self.base.with_log_det(y)
+        return x, first + second
+
+
+def fit_flow(
+    key: Array,
+    logdensity: Density,
+    start: Affine,
+    design: Design = PAPER_FLOW,
+    schedule: Schedule = FLOW_SCHEDULE,
+) -> Fit:
+    """Fit a flow followed by the affine map ``start``, by variational inference.
+
+    Examples
+    --------
+    >>> schedule = Schedule(num_steps=100, batch=16, learning_rate=1e-3)
+    >>> design = Design(flows=1, width=4, depth=1)
+    >>> start = identity(2)
+    >>> fit = fit_flow(jax.random.key(0), standard_normal, start, design, schedule)
+    >>> fit.transport(jnp.zeros(2)).shape
+    (2,)
+    """
+    build_key, fit_key, check_key = jax.random.split(key, 3)
+    dim = start.shift.size
+    bijection = build(design, dim, build_key)
+    params, rest = eqx.partition(bijection, eqx.is_inexact_array)
+
+    def weigh(params: Any, z: Array) -> Array:
+        return log_weight(logdensity, Flow(start, eqx.combine(params, rest)), z)
+
+    params, loss = minimize_loss(fit_key, weigh, params, dim, schedule)
+    fitted = Flow(start, paramax.unwrap(eqx.combine(params, rest)), design)
+    return judge(check_key, logdensity, start, fitted, loss)
+
+
+def pareto_k(weights: np.ndarray) -> float:
+    """Pareto k of log weights; below 0.7 their tail can be trusted.
+
+    Examples
+    --------
+    >>> pareto_k(np.random.default_rng(0).normal(size=4000)) < 0.7
+    True
+    """
+    # ArviZ takes log likelihoods, whose negatives are the log weights.
+    return float(array_stats.psislw(-weights)[1])
+
+
+def save(path: str | Path, transport: Affine | Flow) -> None:
+    """Write a map to one file, to be read by ``load``."""
+    base = transport.base if isinstance(transport, Flow) else transport
+    design, leaves = None, []
+    if isinstance(transport, Flow):
+        if transport.design is None:
+            raise ValueError("only a flow that `fit_flow` built can be saved")
+        design = transport.design._asdict()
+        leaves = jax.tree.leaves(eqx.filter(transport.bijection, eqx.is_array))
+    with open(path, "wb") as file:
+        np.savez(file, json.dumps(design), *base, *leaves)
+
+
+def load(path: str | Path) -> Affine | Flow:
+    """Read a map that ``save`` wrote.
+
+    Examples
+    --------
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     save(folder + "/map.npz", identity(2))
+    ...     load(folder + "/map.npz").scale.tolist()
+    [1.0, 1.0]
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            header, shift, scale, *leaves = file.values()
+        design = json.loads(str(header))
+    except (ValueError, EOFError, zipfile.BadZipFile) as problem:
+        raise ValueError(f"{path} is not a file that `save` wrote") from problem
+    base = Affine(jnp.asarray(shift), jnp.asarray(scale))
+    if design is None:
+        return base
+    blank = paramax.unwrap(build(Design(**design), shift.size, jax.random.key(0)))
+    arrays, rest = eqx.partition(blank, eqx.is_array)
+    arrays = jax.tree.unflatten(jax.tree.structure(arrays), map(jnp.asarray, leaves))
+    return Flow(base, eqx.combine(arrays, rest), Design(**design))
