@@ -1,8 +1,8 @@
 """Hamiltonian Monte Carlo swindles: posterior expectations with smaller errors.
 
 One module for each chapter of the book: ``targets``, ``accuracy``, ``transport``,
-``coupling``, ``antithetic``, ``control`` and ``cva``, in the order in which they build
-on each other.
+``coupling``, ``antithetic``, ``control``, ``cva`` and ``latent``, in the order in which
+they build on each other.
 """
 
 from importlib.metadata import version
@@ -13,6 +13,7 @@ from swindles import (
     control,
     coupling,
     cva,
+    latent,
     targets,
     transport,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "control",
     "coupling",
     "cva",
+    "latent",
     "targets",
     "transport",
 ]

@@ -176,7 +176,7 @@ class Quality(NamedTuple):
 
 def describe(quality: Quality) -> list[str]:
     """What the numbers of a ``Quality`` say, in words."""
-    spread = np.sqrt(np.linalg.eigvalsh(quality.covariance)[[0, -1]])
+    spread = np.sqrt(np.sort(np.diagonal(quality.covariance))[[0, -1]])
     away = np.abs(quality.mean).max()
     lines = [
         f"Pareto k {quality.pareto_k:.2f}",
