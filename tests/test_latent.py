@@ -114,6 +114,7 @@ def test_every_scheme_and_sampler_reads_the_truth_through_a_bent_map(scheme, sam
         Affine(jnp.zeros(2), jnp.ones(2)),
         Design(flows=1, width=4, depth=1, bend=True),
         Schedule(500, 32, 1e-2),
+        trials=1,
     ).transport
     problem = Problem(
         target.logdensity, bijection, 2, lambda x: {"mean": x, "square": x**2}
@@ -245,7 +246,7 @@ def test_the_papers_flow_on_the_sparse_regression():
     problem = Problem(target.logdensity, fit.transport, 51)
     per_step = {}
     for name in ("plain", "cva"):
-        result = swindle(KEY, SCHEMES[name], hmc(0.18, 6), problem, 128, 800, 400)
+        result = swindle(KEY, SCHEMES[name], hmc(0.18, 5), problem, 128, 800, 400)
         assert result.rates["acceptance"]["plus"] >= 0.93
         per_step[name] = np.median(result.estimate.ess)
     assert per_step["cva"] > 6 * per_step["plain"]

@@ -245,7 +245,7 @@ def test_flow_fits_what_affine_maps_cannot():
 
     schedule = Schedule(num_steps=3000, batch=128, learning_rate=1e-2)
     design = Design(flows=3, width=16)
-    flow = fit_flow(jax.random.key(0), curved, identity(2), design, schedule)
+    flow = fit_flow(jax.random.key(0), curved, identity(2), design, schedule, 1)
     affine = fit_affine(jax.random.key(0), curved, identity(2, True), schedule)
     log_z = np.log(2 * np.pi * 0.3)
     assert log_z - affine.elbo > 0.3
