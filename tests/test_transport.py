@@ -126,6 +126,14 @@ def test_any_flowjax_bijection_is_a_transport():
     np.testing.assert_allclose(to_x.inverse(to_x(z)), z, atol=1e-5)
 
 
+def test_log_determinants_of_a_bend_and_its_inverse_cancel():
+    bend = eqx.tree_at(lambda b: b.raw, Bend(3), jnp.array([-2.0, 0.0, 2.0]))
+    image, there = bend.transform_and_log_det(jnp.array([-1.5, 0.7, 2.0]))
+    back = bend.inverse_and_log_det(image)[1]
+    assert abs(there) > 0.1
+    np.testing.assert_allclose(there + back, 0, atol=1e-5)
+
+
 def test_bend_is_smooth_where_its_sides_meet():
     with jax.enable_x64(True):
         bend = eqx.tree_at(lambda b: b.raw, Bend(1), jnp.array([2.0]))
