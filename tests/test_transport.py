@@ -354,6 +354,7 @@ def test_log_weights_of_a_perfect_map_are_the_constant():
         1000,
     )
     np.testing.assert_allclose(weights, np.log(8 * np.pi), atol=1e-5)
+    assert pareto_k(weights) == -np.inf
 
 
 @pytest.mark.parametrize("name", ["full rank", "bent flow, diagonal"])

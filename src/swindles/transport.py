@@ -572,6 +572,8 @@ def pareto_k(weights: np.ndarray) -> float:
     >>> pareto_k(np.random.default_rng(0).normal(size=4000)) < 0.7
     True
     """
+    if np.ptp(weights) < 1e-4:  # all the same, but for rounding: no tail at all
+        return -np.inf
     # ArviZ takes log likelihoods, whose negatives are the log weights.
     return float(array_stats.psislw(-weights)[1])
 
