@@ -1,9 +1,7 @@
 """The four schemes together: coverage, efficiency and memory."""
 
-import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -118,14 +116,9 @@ def test_formulas_of_the_paper(full_runs):
     assert 0.75 < np.median(ratio) < 1.33
 
 
-def test_published_posterior(full_runs):
+def test_published_posterior(full_runs, logistic_truth):
     """Means of the German-credit regression against inference-gym's long run."""
-    package = importlib.util.find_spec("inference_gym").submodule_search_locations[0]
-    name = "german_credit_numeric_logistic_regression"
-    path = Path(package) / "targets" / "ground_truth" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    truth = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(truth)
+    truth = logistic_truth
     error = truth.IDENTITY_MEAN_STANDARD_ERROR
     for scheme, result in full_runs.items():
         estimate = result.estimate

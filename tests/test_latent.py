@@ -1,8 +1,6 @@
 """All schemes through a map, on all three posteriors of the paper."""
 
-import importlib.util
 from importlib.resources import files
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -52,15 +50,6 @@ BEST = {"logistic regression": 506.229, "item response": 15424.03}
 
 def sparse_flow():
     return load(files("swindles") / "data" / "sparse_flow.npz")
-
-
-def ground_truth(name):
-    (package,) = importlib.util.find_spec("inference_gym").submodule_search_locations
-    path = Path(package) / "targets" / "ground_truth" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    truth = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(truth)
-    return truth
 
 
 QUADRATICS = {
@@ -197,8 +186,8 @@ def test_control_correlates_after_a_full_rank_fit(
     assert np.median(result.rho["control"]) >= least
 
 
-def test_logistic_regression_has_the_published_moments(round_maps):
-    truth = ground_truth("german_credit_numeric_logistic_regression")
+def test_logistic_regression_has_the_published_moments(round_maps, logistic_truth):
+    truth = logistic_truth
     target, fit = round_maps["logistic regression"]
     problem = Problem(
         target.logdensity, fit.transport, 25, lambda x: {"mean": x, "square": x**2}
@@ -215,9 +204,8 @@ def test_logistic_regression_has_the_published_moments(round_maps):
     assert np.abs(z).max() < 4
 
 
-def published_sparse():
+def published_sparse(truth):
     """Published means and their errors, in the order of a flattened parameter dict."""
-    truth = ground_truth("german_credit_numeric_sparse_logistic_regression")
     names = ("global_scale", "local_scales", "unscaled_weights")
     mean, error = (
         np.concatenate(
@@ -232,9 +220,9 @@ def published_sparse():
 
 
 @pytest.mark.parametrize("scheme", ["plain", "cva"])
-def test_sparse_regression_has_the_published_moments(scheme):
+def test_sparse_regression_has_the_published_moments(scheme, sparse_truth):
     target = sparse_logistic_regression()
-    mean, error = published_sparse()
+    mean, error = published_sparse(sparse_truth)
     problem = Problem(target.logdensity, sparse_flow(), 51, target.parameters)
     result = swindle(KEY, SCHEMES[scheme], hmc(0.25, 6), problem, 128, 600, 300)
     z = (result.estimate.mean - mean) / np.hypot(result.estimate.mcse, error)

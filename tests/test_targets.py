@@ -2,9 +2,7 @@
 
 import doctest
 import hashlib
-import importlib.util
 from importlib.resources import files
-from pathlib import Path
 
 import blackjax
 import jax
@@ -356,16 +354,6 @@ def test_docstring_examples_run():
 # Published moments
 
 
-def ground_truth(name: str):
-    """A module of reference values, loaded without importing its package."""
-    (folder,) = importlib.util.find_spec("inference_gym").submodule_search_locations
-    path = Path(folder) / "targets" / "ground_truth" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def summarise(draws):
     """Mean, standard deviation, and their standard errors from independent chains."""
     means, squares = np.asarray(draws[0], float), np.asarray(draws[1], float)
@@ -408,8 +396,8 @@ def run(key, algorithm, start, statistic, num_chains, num_steps, keep=None):
     return jax.jit(jax.vmap(chain))(jax.random.split(key, num_chains))
 
 
-def test_logistic_regression_matches_the_published_moments():
-    truth = ground_truth("german_credit_numeric_logistic_regression")
+def test_logistic_regression_matches_the_published_moments(logistic_truth):
+    truth = logistic_truth
     target = targets.logistic_regression()
     mode = jnp.zeros(target.dim)
     for _ in range(10):
@@ -443,8 +431,8 @@ def test_logistic_regression_matches_the_published_moments():
     assert (mean_error < 0.01 * sd).all()  # a run long enough to tell
 
 
-def test_sparse_regression_matches_the_published_means():
-    truth = ground_truth("german_credit_numeric_sparse_logistic_regression")
+def test_sparse_regression_matches_the_published_means(sparse_truth):
+    truth = sparse_truth
     names = ("UNSCALED_WEIGHTS", "LOCAL_SCALES", "GLOBAL_SCALE")
     reference = np.hstack([getattr(truth, f"IDENTITY_{n}_MEAN") for n in names])
     reference_error = np.hstack(
