@@ -19,6 +19,7 @@ from swindles.latent import (
     fold_quality,
     is_quadratic,
     known_expectation,
+    second_derivatives,
     swindle,
     through,
 )
@@ -260,8 +261,12 @@ def test_all_kernels_lower_for_cuda():
     states = start(algorithm, jnp.zeros((8, 51)))
     known = draw_expectation(KEY, problem.feature(), jnp.zeros(51), 2048)
     zero, update = fold_quality(problem.feature(), states, known)
-    exported = export.export(advance, platforms=["cuda"])(
-        KEY, states, zero, 0, 10, algorithm.step, update, False
-    )
-    assert exported.platforms == ("cuda",)
-    assert "callback" not in exported.mlir_module()
+    points = jnp.ones((3, 51))
+    for function, arguments in {
+        advance: (KEY, states, zero, 0, 10, algorithm.step, update, False),
+        second_derivatives: (problem.feature(), points[0]),
+        is_quadratic: (problem.feature(), points),
+    }.items():
+        exported = export.export(function, platforms=["cuda"])(*arguments)
+        assert exported.platforms == ("cuda",)
+        assert "callback" not in exported.mlir_module()

@@ -357,22 +357,35 @@ def test_log_weights_of_a_perfect_map_are_the_constant():
     assert pareto_k(weights) == -np.inf
 
 
-@pytest.mark.parametrize("name", ["full rank", "bent flow, diagonal"])
-def test_maps_and_training_lower_for_cuda(name):
-    to_x = MAPS[name]()
-    latent = jax.vmap(jax.value_and_grad(pull_back(standard_normal, to_x)))
-    z = jax.ShapeDtypeStruct((8, DIM), jnp.float32)
-    for function in (latent, jax.vmap(to_x), jax.vmap(to_x.inverse)):
-        exported = export.export(jax.jit(function), platforms=["cuda"])(z)
-        assert exported.platforms == ("cuda",)
-        assert "callback" not in exported.mlir_module()
+def lowers_for_cuda(function, *arguments):
+    exported = export.export(function, platforms=["cuda"])(*arguments)
+    return exported.platforms == ("cuda",) and "callback" not in exported.mlir_module()
 
-    def weigh(params, z):
+
+@pytest.mark.parametrize("name", ["full rank", "bent flow, diagonal"])
+def test_maps_lower_for_cuda(name):
+    to_x = MAPS[name]()
+    latent = jax.value_and_grad(pull_back(standard_normal, to_x))
+    z = jax.ShapeDtypeStruct((8, DIM), jnp.float32)
+    for function in (latent, to_x, to_x.inverse):
+        assert lowers_for_cuda(jax.jit(jax.vmap(function)), z)
+
+
+def test_fits_lower_for_cuda():
+    slope = jax.grad(standard_normal)
+    hessian = jax.jit(lambda x: transport.hessian(x, slope))
+    assert lowers_for_cuda(hessian, jax.ShapeDtypeStruct((DIM,), jnp.float32))
+    bijection = transport.build(SMALL._replace(bend=True), DIM, jax.random.key(0))
+    flow, rest = eqx.partition(bijection, eqx.is_inexact_array)
+
+    def weigh_affine(params, z):
         return path_log_weight(standard_normal, params, z)
 
-    params = some_affine()
-    training = transport.Training(params, transport.adam(DIM).init(params), params)
-    exported = export.export(transport.train, platforms=["cuda"])(
-        jax.random.key(0), training, jnp.ones((10, 3)), weigh, DIM, 8
-    )
-    assert "callback" not in exported.mlir_module()
+    def weigh_flow(params, z):
+        to_x = Flow(identity(DIM), eqx.combine(params, rest))
+        return log_weight(standard_normal, to_x, z)
+
+    for params, weigh in ((some_affine(), weigh_affine), (flow, weigh_flow)):
+        training = transport.Training(params, transport.adam(DIM).init(params), params)
+        arguments = jax.random.key(0), training, jnp.ones((10, 3)), weigh, DIM, 8
+        assert lowers_for_cuda(transport.train, *arguments)
