@@ -53,8 +53,13 @@ def couple(**algorithms: SamplingAlgorithm) -> SamplingAlgorithm:
 
 
 def require_positive(**numbers: float) -> None:
-    """Raise ValueError unless every number is positive and finite."""
+    """Raise ValueError unless every number is positive and finite.
+
+    A number that JAX is tracing has no value yet, and passes.
+    """
     for name, number in numbers.items():
+        if isinstance(number, jax.core.Tracer):
+            continue
         if not (np.isfinite(number) and number > 0):
             raise ValueError(f"{name} must be a positive number, got {number}")
 

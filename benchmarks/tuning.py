@@ -1,0 +1,222 @@
+"""Does `tune` find good settings? Against an exhaustive grid, on all three posteriors.
+
+    python benchmarks/tuning.py
+
+writes book/results/tuning.csv, which the chapter on tuning reads: about 40 minutes on
+two cores. Name one or more of logistic, item, sparse to do only these; rows of the
+others stay. Every row is one setting, measured by running all chains at it:
+
+path    step sizes that divide one trajectory length (HMC-CONTROL)
+grid    the exhaustive grid, for HMC-CONTROL and HMC-CVA
+best    the best setting of that grid, measured again with another key
+tuned   what `tune` recommends, measured with the same key and size as `best`
+quick   what `quick` recommends (acceptance 0.95, length pi / 2), likewise
+
+``spent`` is what finding the setting cost, in gradients over all chains: the grid, or
+the pilot runs. ``ess`` and ``hmc`` are effective draws per gradient of the scheme and of
+its plain chain, ``left`` is Var Z / Var f: medians over the means, over the second
+moments, and over both.
+"""
+
+import argparse
+import csv
+import time
+from importlib.resources import files
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from swindles import targets, tuning
+from swindles.accuracy import summarize
+from swindles.control import control, estimate_controls, fold_controls
+from swindles.coupling import Total, is_total, start
+from swindles.cva import cva
+from swindles.latent import Problem, known_expectation
+from swindles.transport import Schedule, fit_affine, laplace, load
+from swindles.tuning import HMC, INTEGRATORS, Grid, repeat, run_grid
+
+RESULTS = Path(__file__).parent.parent / "book" / "results" / "tuning.csv"
+SIZES = {  # chains, warm-up, steps of the grid; the same of the last measurement; budget
+    "logistic": ((128, 200, 400), (256, 200, 800), 1e6),
+    "item": ((32, 80, 240), (64, 80, 400), 4e5),
+    "sparse": ((64, 150, 350), (256, 300, 800), 4.5e5),
+}
+STEPS = {
+    "logistic": 0.57 * 2 ** (-np.arange(8) / 3),
+    "item": 0.32 * 2 ** (-np.arange(7) / 3),
+    "sparse": 0.55 * 2 ** (-np.arange(7) / 3),
+}
+LEAPS = {
+    "logistic": [2, 3, 4, 5, 6, 8, 10, 12, 16],
+    "item": [4, 6, 8, 10, 13, 16, 20, 25],
+    "sparse": [2, 3, 4, 5, 6, 8, 10],
+}
+PARTS = ("mean", "square", "all")
+
+
+def moments(x):
+    """The statistics: means and second moments."""
+    return {"mean": x, "square": x**2}
+
+
+def make_problem(name):
+    """A posterior with its map."""
+    if name == "sparse":
+        target = targets.sparse_logistic_regression()
+        to_x = load(files("swindles") / "data" / "sparse_flow.npz")
+        return Problem(target.logdensity, to_x, target.dim, moments)
+    make = {"logistic": targets.logistic_regression, "item": targets.item_response}
+    target = make[name]()
+    begin = laplace(target.logdensity, jnp.zeros(target.dim))
+    schedule = Schedule(num_steps=500, batch=32, learning_rate=1e-3)
+    fit = fit_affine(jax.random.key(1), target.logdensity, begin, schedule)
+    return Problem(target.logdensity, fit.transport, target.dim, moments)
+
+
+def exhaustive(name):
+    """All settings of the grid whose trajectories are neither tiny nor too long."""
+    size, leaps = (
+        part.ravel() for part in np.meshgrid(STEPS[name], LEAPS[name], indexing="ij")
+    )
+    use = (size * leaps > 0.6) & (size * leaps < 2.4)
+    return Grid(size[use], leaps[use])
+
+
+def by_part(values):
+    """Medians over the means, the second moments and both."""
+    means, squares = np.reshape(values, (2, -1))
+    return [np.median(part) for part in (means, squares, values)]
+
+
+def measure(seed, scheme, problem, known, grid, size, family=HMC):
+    """One dictionary for each setting of a grid."""
+    chains, warmup, steps = size
+    latent, keys = problem.latent(), jax.random.split(jax.random.key(seed), 3)
+
+    def build(step_size, leaps):
+        return scheme(family.make(step_size, leaps), latent)
+
+    z = jax.random.normal(keys[0], (chains, problem.dim))
+    states = start(build(0.1, 1), z)
+    fold = fold_controls(problem.feature(), states, known, full=False)
+    grid = Grid(jnp.asarray(grid[0], float), jnp.asarray(grid[1], int))
+    states = repeat(states, len(grid[0]))
+    states, _ = run_grid(keys[1], build, grid, states, warmup, fold)
+    _, sums = run_grid(keys[2], build, grid, states, steps, fold, 10)
+    rows = []
+    for i, (step_size, leaps) in enumerate(zip(*grid, strict=True)):
+        here = jax.tree.map(
+            lambda x, i=i: Total(x.value[i]) if is_total(x) else x[:, i],
+            sums,
+            is_leaf=is_total,
+        )
+        result, alone = estimate_controls(here, known), summarize(here.pairs.plus)
+        gradients = alone.num_draws * int(leaps) * family.cost
+        pairs = 2 if scheme is cva else 1
+        row = {
+            "integrator": next(k for k, v in INTEGRATORS.items() if v is family),
+            "scheme": scheme.__name__,
+            "step_size": float(step_size),
+            "leaps": int(leaps),
+            "acceptance": result.rates["acceptance"]["plus"],
+            "decoupling": max(result.rates["decoupling"].values()),
+            "rhat": np.median(alone.rhat),
+        }
+        for label, values in {
+            "left": 1 - result.rho["control"] ** 2,
+            "hmc": alone.ess / gradients,
+            "ess": result.estimate.ess / gradients / pairs,
+        }.items():
+            row |= {f"{label}_{p}": v for p, v in zip(PARTS, by_part(values))}
+        rows.append(row)
+    return rows
+
+
+def cost(grid, size, scheme, family=HMC):
+    """Gradients that ``measure`` takes."""
+    chains, warmup, steps = size
+    pairs = 2 if scheme is cva else 1
+    return chains * (warmup + steps) * int(np.sum(grid[1])) * family.cost * pairs
+
+
+def settings(row):
+    """The settings of a row or of a ``Tuning``."""
+    if isinstance(row, dict):
+        return row["step_size"], row["leaps"]
+    return row.step_size, row.num_integration_steps
+
+
+def compare(name):
+    """All rows of one posterior."""
+    problem, rows = make_problem(name), []
+    known = known_expectation(jax.random.key(5), problem, 400_000)
+    grid_size, size, budget = SIZES[name]
+    chains = 32 if name == "item" else 64
+
+    def add(kind, found, spent=0):
+        rows.extend(
+            {"posterior": name, "kind": kind, **r, "spent": spent} for r in found
+        )
+        print(f"{name} {kind} {time.perf_counter() - begin:.0f} s", flush=True)
+
+    def tuned(scheme, family=HMC):
+        key = jax.random.key(0)
+        return tuning.tune(key, scheme, problem, family, chains, budget)
+
+    begin = time.perf_counter()
+    grid = exhaustive(name)
+    for scheme in (control, cva):
+        found = tuned(scheme)
+        print(found, flush=True)
+        if scheme is control:
+            path = Grid(*found.sizes.grid)
+            add("path", measure(1, scheme, problem, known, path, grid_size))
+        tried = measure(1, scheme, problem, known, grid, grid_size)
+        add("grid", tried)
+        best = max(tried, key=lambda row: row["ess_all"])
+        first = tuning.quick(jax.random.key(0), problem, num_chains=chains)
+        three = {
+            "best": (settings(best), cost(grid, grid_size, scheme)),
+            "tuned": (settings(found), found.gradients),
+            "quick": (settings(first), first.gradients),
+        }
+        again = Grid(*np.transpose([setting for setting, _ in three.values()]))
+        last = measure(2, scheme, problem, known, again, size)
+        for (kind, (_, spent)), row in zip(three.items(), last, strict=True):
+            add(kind, [row], spent)
+    for family in list(INTEGRATORS.values())[1:]:
+        found = tuned(control, family)
+        print(found, flush=True)
+        one = Grid(*np.transpose([settings(found)]))
+        last = measure(2, control, problem, known, one, size, family)
+        add("tuned", last, found.gradients)
+    return rows
+
+
+def read():
+    """The rows that are there already."""
+    if not RESULTS.exists():
+        return []
+    with RESULTS.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write(rows):
+    """Write all rows, numbers with four digits."""
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            short = {k: f"{v:.4g}" for k, v in row.items() if isinstance(v, float)}
+            writer.writerow(row | short)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("posterior", nargs="*", choices=[[], *SIZES], default=[])
+    for name in parser.parse_args().posterior or SIZES:
+        rows = compare(name)
+        write([row for row in read() if row["posterior"] != name] + rows)

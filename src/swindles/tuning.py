@@ -1,0 +1,770 @@
+"""Tuning: how long a step?
+
+Mirrored from book/tuning.md: edit there, then run `make mirror`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from blackjax.adaptation.step_size import dual_averaging_adaptation
+from blackjax.base import SamplingAlgorithm
+from blackjax.mcmc import integrators
+from jax import Array
+from jax.typing import ArrayLike
+from scipy.special import ndtri
+from tqdm import tqdm
+
+from swindles.accuracy import Moments, add_step, empty_moments, summarize
+from swindles.antithetic import check_statistic, pair_values
+from swindles.control import feature_values
+from swindles.coupling import (
+    LogDensity,
+    Rates,
+    Sampler,
+    Total,
+    add_rates,
+    advance,
+    empty_rates,
+    gather,
+    hmc,
+    mala,
+    random_walk,
+    require_positive,
+    room,
+    start,
+    step_keys,
+)
+from swindles.latent import Problem
+
+
+def efficiency_bound(acceptance: ArrayLike, power: float = 0.5) -> np.ndarray:
+    """ESS per gradient at an acceptance rate, up to a constant (Beskos et al. 2013).
+
+    ``power`` is 1/2 for HMC with leapfrog steps and a fixed trajectory length, 2/3 for
+    MALA and 2 for the random walk.
+
+    Examples
+    --------
+    >>> rates = np.linspace(0.01, 0.99, 99)
+    >>> float(rates[efficiency_bound(rates).argmax()].round(2))
+    0.65
+    """
+    acceptance = np.asarray(acceptance, np.float64)
+    return acceptance * ndtri(1 - acceptance / 2).clip(0) ** power
+
+
+class Family(NamedTuple):
+    """A kind of sampler whose step size is still open."""
+
+    name: str
+    make: Callable[[Any, Any], Sampler]  # from step size and number of steps
+    power: float  # of the normal quantile, in `efficiency_bound`
+    target: float  # the acceptance that `quick` aims at
+    has_length: bool = False  # whether trajectories have several steps
+    cost: int = 1  # evaluations of the density in each of them
+
+
+HMC = Family("HMC", hmc, 1 / 2, 0.95, has_length=True)
+MALA = Family("MALA", lambda size, _: mala(size), 2 / 3, 0.95)
+RANDOM_WALK = Family("random walk", lambda size, _: random_walk(size), 2, 0.4)
+
+
+def with_integrator(name: str, integrator: Callable, order: int, cost: int) -> Family:
+    """HMC with another integrator: its order, and its gradients in each step."""
+    make = partial(hmc, integrator=integrator)
+    return Family(f"HMC ({name})", make, 1 / order, 0.99, has_length=True, cost=cost)
+
+
+INTEGRATORS = {
+    "velocity Verlet": HMC,
+    "McLachlan": with_integrator("McLachlan", integrators.mclachlan, 2, 2),
+    "three-stage": with_integrator("three-stage", integrators.yoshida, 2, 3),
+    "Omelyan": with_integrator("Omelyan", integrators.omelyan, 4, 5),
+}
+
+
+class Grid(NamedTuple):
+    """Settings to try: an entry for each."""
+
+    step_size: Array | np.ndarray
+    num_integration_steps: Array | np.ndarray
+
+
+@partial(
+    jax.jit,
+    static_argnames=("build", "update"),
+    donate_argnames=("states", "sums"),
+)
+def advance_grid(
+    key: Array,
+    grid: Grid,
+    states: Any,
+    sums: Any,
+    first: Array,
+    last: Array,
+    build: Callable,
+    update: Callable,
+) -> tuple[Any, Any]:
+    """Take steps ``first`` up to ``last`` of every setting, one after the other."""
+
+    def one(row: tuple) -> tuple[Any, Any]:
+        setting, states, sums, first, last = row
+        step = build(*setting).step
+        return advance(key, states, sums, first, last, step, update, store=False)
+
+    return jax.lax.map(one, (grid, states, sums, first, last))
+
+
+def repeat(tree: Any, times: int) -> Any:
+    """The same pytree for every setting, along a new first axis."""
+    return jax.tree.map(
+        lambda leaf: jnp.broadcast_to(leaf, (times, *jnp.shape(leaf))), tree
+    )
+
+
+def run_grid(
+    key: Array,
+    build: Callable[[Any, Any], SamplingAlgorithm],
+    grid: Grid,
+    states: Any,
+    num_steps: ArrayLike,
+    fold: tuple[Any, Callable],
+    num_blocks: int = 4,
+    progress: bool = True,
+) -> tuple[Any, Any]:
+    """Run all chains at every setting of a grid, with one key for all settings.
+
+    ``build`` makes an algorithm from a step size and a number of integration steps.
+    ``states`` have the settings along their first axis, ``num_steps`` may have one
+    entry for each. Otherwise as ``coupling.run``; the sums have the settings behind the
+    blocks.
+    """
+    zero, update = fold
+    size = len(grid.step_size)
+    counts = np.broadcast_to(num_steps, size)
+    edges = np.arange(num_blocks + 1)[:, None] * counts // num_blocks
+    kept = room(repeat(zero, size), num_blocks)
+    hidden = {} if progress else {"disable": True}
+    for row in tqdm(range(num_blocks), "pilot runs", delay=2, leave=False, **hidden):
+        states, sums = advance_grid(
+            key, grid, states, repeat(zero, size), *edges[row : row + 2], build, update
+        )
+        gather(kept, sums, row)
+    return states, kept
+
+
+class PilotSums(NamedTuple):
+    """Running sums of a pilot run."""
+
+    plus: Moments  # of f(X+)
+    first: Total  # (rows, chains, dim): f at X+ (and X-), then at Y (and -Y)
+    second: Total  # (rows, rows, chains, dim): their products
+    rates: Rates
+
+
+def fold_pilot(feature: Callable, states: dict[str, Any]) -> tuple[Any, Callable]:
+    """Sums from which the variance left by every scheme can be told."""
+    center = check_statistic(feature, states)
+
+    def values(states: dict[str, Any]) -> Array:
+        here = pair_values(feature, states)
+        if "control" not in states:
+            return here
+        return jnp.concatenate([here, feature_values(feature, states)])
+
+    def update(sums: PilotSums, states: dict, infos: dict) -> PilotSums:
+        rows = values(states)
+        away = rows - center
+        return PilotSums(
+            add_step(sums.plus, rows[0]),
+            Total(sums.first.value + away),
+            Total(sums.second.value + away[:, None] * away),
+            add_rates(sums.rates, infos),
+        )
+
+    zero = 0 * values(states)
+    totals = Total(zero), Total(zero[:, None] * zero)
+    moments = empty_moments(center, zero.shape[1])
+    return PilotSums(moments, *totals, empty_rates(states)), update
+
+
+def scheme_rows(chains: set[str]) -> dict[str, tuple[list[int], list[int]]]:
+    """For each scheme that these chains contain, its rows of f and of controls."""
+    rows: dict[str, tuple[list[int], list[int]]] = {"plain": ([0], [])}
+    if "minus" in chains:
+        rows["antithetic"] = ([0, 1], [])
+    if "control" in chains:
+        rows["control"] = ([0], [len(chains) - 1])
+    if {"minus", "control"} <= chains:
+        rows["cva"] = ([0, 1], [2, 3])
+    return rows
+
+
+def variance_left(covariance: np.ndarray, f: list[int], g: list[int]) -> np.ndarray:
+    """Var Z / Var f: the part of the variance that a scheme leaves.
+
+    ``covariance`` has shape (rows, rows, ...); ``f`` and ``g`` are the scheme's rows.
+
+    Examples
+    --------
+    >>> pair = np.array([[1.0, 0.8], [0.8, 1.0]])
+    >>> variance_left(pair, [0], [1]).round(2), variance_left(-pair, [0, 1], [])
+    (np.float64(0.36), np.float64(0.9))
+    """
+    own = sum(covariance[i, i] for i in f)
+    weights = {i: np.ones_like(own) for i in f}
+    if g:
+        both = sum(covariance[i, j] for i, j in zip(f, g, strict=True))
+        slope = both / sum(covariance[j, j] for j in g)
+        weights |= {j: -slope for j in g}
+    left = sum(
+        a * b * covariance[i, j] for i, a in weights.items() for j, b in weights.items()
+    )
+    return np.maximum(left / (len(f) * own), 1e-6)
+
+
+class Pilot(NamedTuple):
+    """What short runs at every setting of a grid found."""
+
+    grid: Grid
+    family: Family
+    num_steps: np.ndarray  # (settings,)
+    acceptance: np.ndarray  # (settings,)
+    decoupling: dict[str, np.ndarray]  # by chain: (settings,)
+    ess: np.ndarray  # of the plain chain, per step: (settings, dim)
+    rhat: np.ndarray  # (settings, dim)
+    first: np.ndarray  # means of all rows: (settings, rows, chains, dim)
+    second: np.ndarray  # means of their products: (settings, rows, rows, chains, dim)
+    gradients: int  # spent, over all chains and settings
+
+    @property
+    def chains(self) -> set[str]:
+        """The names of the coupled chains."""
+        return {"plus", *self.decoupling}
+
+    def covariance(self, weights: np.ndarray | None = None) -> np.ndarray:
+        """Covariances of all rows, chains weighted: (rows, rows, settings, dim)."""
+        first = np.average(self.first, 2, weights)
+        second = np.average(self.second, 3, weights)
+        return np.moveaxis(second - first[:, :, None] * first[:, None], 0, 2)
+
+
+def read_pilot(
+    family: Family, grid: Grid, counts: np.ndarray, sums: PilotSums, gradients: int
+) -> Pilot:
+    """Turn the sums of ``run_grid`` over some counts of steps into a ``Pilot``."""
+    moments = [Moments(*(part[:, i] for part in sums.plus)) for i in range(len(counts))]
+    estimates = [summarize(each) for each in moments]
+
+    def rates(by_chain: dict[str, Any]) -> dict[str, np.ndarray]:
+        return {name: total.sum(0) / counts for name, total in by_chain.items()}
+
+    return Pilot(
+        Grid(*map(np.asarray, grid)),
+        family,
+        counts,
+        rates(sums.rates.acceptance)["plus"],
+        rates(sums.rates.decoupling),
+        np.stack([each.ess / each.num_draws for each in estimates]),
+        np.stack([each.rhat for each in estimates]),
+        np.asarray(sums.first.value) / counts[:, None, None, None],
+        np.asarray(sums.second.value) / counts[:, None, None, None, None],
+        gradients,
+    )
+
+
+def measured(pilot: Pilot, scheme: str) -> np.ndarray:
+    """ESS per gradient: the plain chain's, over the variance left: (settings, dim)."""
+    f, g = scheme_rows(pilot.chains)[scheme]
+    per_step = pilot.grid.num_integration_steps * pilot.family.cost * len(f)
+    left = variance_left(pilot.covariance(), f, g)
+    return pilot.ess / left / per_step[:, None]
+
+
+def smooth(x: np.ndarray, values: np.ndarray, fine: np.ndarray) -> np.ndarray:
+    """A parabola through the logs of positive values (points, dim), read at ``fine``.
+
+    Examples
+    --------
+    >>> x = np.array([0.0, 1.0, 2.0, 3.0])
+    >>> smooth(x, np.exp(x**2)[:, None], np.array([0.0, 1.5])).round(3).tolist()
+    [[1.0], [9.488]]
+    """
+    coefficients = np.polyfit(x, np.log(values), min(2, len(x) - 1))
+    return np.exp(np.vander(fine, len(coefficients)) @ coefficients)
+
+
+def trusted(pilot: Pilot, quantile: float) -> np.ndarray:
+    """How far to trust each setting, from 0 to 1: (settings,).
+
+    It falls from 1 to 0 as R-hat goes from 1.1 to 1.3, and is 0 where fewer than a
+    quarter of the proposals are accepted. When no setting has a good R-hat, the
+    acceptance alone decides.
+    """
+    accepted = 1.0 * (pilot.acceptance >= 0.25)
+    rhat = np.quantile(pilot.rhat, 1 - quantile, axis=1)
+    both = accepted * np.clip((1.3 - rhat) / 0.2, 0, 1)
+    return both if both.any() else accepted
+
+
+class Curve(NamedTuple):
+    """Predicted efficiency against acceptance, for one trajectory length."""
+
+    step_size: np.ndarray
+    acceptance: np.ndarray
+    efficiency: np.ndarray  # ESS per gradient
+
+    def at(self, step_size: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+        """Acceptance and efficiency at some step sizes; zeros out of range."""
+        x = np.asarray(step_size), self.step_size
+        rate = np.interp(*x, self.acceptance, left=0, right=0)
+        return rate, np.interp(*x, self.efficiency, left=0, right=0)
+
+    @property
+    def best(self) -> int:
+        """Where the efficiency is highest."""
+        return int(self.efficiency.argmax())
+
+
+def predict(
+    pilot: Pilot,
+    scheme: str,
+    quantile: float = 0.5,
+    weights: np.ndarray | None = None,
+) -> Curve:
+    """Predict the ESS per gradient from the bound and the variance left.
+
+    All settings of the pilot must have the same trajectory length. The bound's constant
+    is that of the measured efficiency of the plain chain. ``weights`` of the chains are
+    for resampling.
+    """
+    trust = trusted(pilot, quantile)
+    use = np.flatnonzero(trust)[np.argsort(pilot.grid.step_size[trust > 0])]
+    f, g = scheme_rows(pilot.chains)[scheme]
+    power, sizes = pilot.family.power, np.log(pilot.grid.step_size[use])
+    rejection = np.clip(1 - pilot.acceptance[use], 1e-6, 1)
+    bound = efficiency_bound(1 - rejection, power).sum()
+    constant = measured(pilot, "plain")[use].sum(0) / bound / len(f)
+    left = variance_left(pilot.covariance(weights), f, g)[use]
+    fine = np.linspace(sizes[0], sizes[-1], 400)
+    lost = np.exp(np.interp(fine, sizes, np.log(rejection)))
+    gain = np.quantile(constant / smooth(sizes, left, fine), quantile, axis=1)
+    gain *= efficiency_bound(1 - lost, power) * np.interp(fine, sizes, trust[use])
+    return Curve(np.exp(fine), 1 - lost, gain)
+
+
+class Quick(NamedTuple):
+    """A step size for a given acceptance."""
+
+    step_size: float
+    num_integration_steps: int
+    acceptance: float  # over the second half of the adaptation
+    positions: Array  # where the chains ended: (chains, dim)
+    gradients: int  # spent, over all chains
+
+
+# An adaptation takes no more leapfrog steps than this, however small they get.
+MOST_LEAPS = 64
+
+
+@partial(jax.jit, static_argnames=("family", "logdensity", "num_steps"))
+def adapt(
+    key: Array,
+    states: Any,
+    length: float,
+    target: float,
+    family: Family,
+    logdensity: LogDensity,
+    num_steps: int,
+) -> tuple[Array, Any, Array, Array]:
+    """Step size, states, and acceptance and leapfrog steps along dual averaging."""
+    num_chains, dim = states.position.shape
+    first, update, final = dual_averaging_adaptation(target)
+
+    def body(carry: tuple, i: Array) -> tuple[tuple, tuple]:
+        states, average = carry
+        size = jnp.exp(average.log_step_size)
+        most = MOST_LEAPS if family.has_length else 1
+        leaps = jnp.clip(jnp.round(length / size), 1, most).astype(int)
+        step = family.make(size, leaps)(logdensity).step
+        states, infos = jax.vmap(step)(step_keys(key, i, num_chains), states)
+        rate = jnp.nan_to_num(infos.acceptance_rate).mean()
+        return (states, update(average, rate)), (rate, leaps)
+
+    begin = states, first(0.1 * dim**-0.25)
+    (states, average), trail = jax.lax.scan(body, begin, jnp.arange(num_steps))
+    return final(average), states, *trail
+
+
+def quick(
+    key: Array,
+    problem: Problem,
+    family: Family = HMC,
+    target: float | None = None,
+    trajectory_length: float = np.pi / 2,
+    num_chains: int = 64,
+    num_steps: int = 150,
+) -> Quick:
+    """Find the step size for an acceptance of ``target`` by dual averaging.
+
+    The default target is the family's: 0.95 for HMC.
+
+    Examples
+    --------
+    >>> from swindles.transport import identity, standard_normal
+    >>> found = quick(jax.random.key(0), Problem(standard_normal, identity(10), 10))
+    >>> 0.9 < found.acceptance < 0.99
+    True
+    """
+    target = family.target if target is None else target
+    if not 0 < target < 1:
+        raise ValueError(f"the target is a rate between 0 and 1, got {target}")
+    require_positive(trajectory_length=trajectory_length, num_chains=num_chains)
+    keys, latent = jax.random.split(key), problem.latent()
+    z = jax.random.normal(keys[0], (num_chains, problem.dim))
+    states = start(family.make(0.1, 1)(latent), z)
+    size, states, rates, leaps = adapt(
+        keys[1], states, trajectory_length, target, family, latent, num_steps
+    )
+    rate = float(rates[num_steps // 2 :].mean())
+    check_acceptance(rate, target)
+    number = max(round(trajectory_length / float(size)), 1) if family.has_length else 1
+    spent = int(jnp.sum(leaps)) * family.cost * num_chains
+    return Quick(float(size), number, rate, states.position, spent)
+
+
+def check_acceptance(rate: float, target: float) -> None:
+    """Raise ValueError when no step size gives the acceptance that was wanted."""
+    if rate < target / 2:
+        raise ValueError(
+            f"{rate:.0%} of the proposals are accepted, at every step size: the log "
+            "density is not finite, or not differentiable, around the start"
+        )
+    if rate > (1 + target) / 2:
+        raise ValueError(
+            f"{rate:.1%} of the proposals are accepted, at every step size: the log "
+            "density is constant along some direction, so it has no distribution"
+        )
+
+
+# Trajectories that `tune` compares, in units of the chains' standard deviation.
+LENGTHS = np.array([0.4, 0.6, 0.8, 1.0, 1.25, 1.5, 1.8, 2.2, 2.7])
+
+
+def ladder(middle: int) -> np.ndarray:
+    """Nine whole numbers from about a third of ``middle`` to three times it.
+
+    Examples
+    --------
+    >>> ladder(5).tolist()
+    [1, 2, 3, 4, 5, 7, 9, 11, 15]
+    >>> ladder(1).tolist()
+    [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    """
+    around = np.geomspace(max(middle / 3, 1), 3 * middle, len(LENGTHS))
+    wanted = np.unique(around.round().astype(int))
+    others = np.setdiff1d(np.arange(1, 3 * len(LENGTHS)), wanted)
+    return np.sort(np.concatenate([wanted, others[: len(LENGTHS) - wanted.size]]))
+
+
+class Trial(NamedTuple):
+    """What to run at every setting: made once, so it is compiled once."""
+
+    family: Family
+    build: Callable[[Any, Any], SamplingAlgorithm]
+    states: dict[str, Any]
+    fold: tuple[Any, Callable]
+
+    @property
+    def scheme(self) -> str:
+        """The scheme that uses all the chains."""
+        return list(scheme_rows(set(self.states)))[-1]
+
+    def cost(self, num_integration_steps: np.ndarray) -> np.ndarray:
+        """Gradients of the target in a step of all chains."""
+        f, _ = scheme_rows(set(self.states))[self.scheme]
+        num_chains = len(self.states["plus"].position)
+        return num_integration_steps * self.family.cost * len(f) * num_chains
+
+
+def set_up(
+    scheme: Callable, family: Family, problem: Problem, positions: Array
+) -> Trial:
+    """A trial of a scheme with a family of samplers, from some latent positions."""
+    latent = problem.latent()
+
+    def build(step_size: Any, num_integration_steps: Any) -> SamplingAlgorithm:
+        return scheme(family.make(step_size, num_integration_steps), latent)
+
+    states = start(build(0.1, 1), positions)
+    return Trial(family, build, states, fold_pilot(problem.feature(), states))
+
+
+def explore(
+    key: Array, trial: Trial, grid: Grid, gradients: float, progress: bool = True
+) -> Pilot:
+    """Run a trial at every setting of a grid, for the same number of gradients each.
+
+    A third of the steps is a warm-up. All settings have the same starts and keys.
+    """
+    family, build, states, fold = trial
+    grid = Grid(jnp.asarray(grid[0], float), jnp.asarray(grid[1], int))
+    leaps = np.asarray(grid.num_integration_steps)
+    steps = (gradients / trial.cost(leaps) / leaps.size).astype(int)
+    warmup, steps = steps // 3, steps - steps // 3
+    if steps.min() < 8:
+        least = 12 * leaps.size * trial.cost(leaps).max()
+        raise ValueError(
+            f"{gradients:.3g} gradients are too few for {leaps.size} settings of up to "
+            f"{leaps.max()} leapfrog steps: give at least {least:.2g}, or fewer chains"
+        )
+    keys = jax.random.split(key)
+    states = repeat(states, leaps.size)
+    states, _ = run_grid(keys[0], build, grid, states, warmup, fold, progress=progress)
+    _, sums = run_grid(keys[1], build, grid, states, steps, fold, progress=progress)
+    spent = int((trial.cost(leaps) * (warmup + steps)).sum())
+    return read_pilot(family, grid, steps, sums, spent)
+
+
+def choose_length(pilot: Pilot, scheme: str, quantile: float) -> int:
+    """The setting with the highest measured ESS per gradient, if it can be trusted."""
+    scores = np.quantile(measured(pilot, scheme), quantile, axis=1)
+    return int((scores * trusted(pilot, quantile)).argmax())
+
+
+def resample(
+    pilot: Pilot, scheme: str, quantile: float, number: int = 50
+) -> np.ndarray:
+    """Recommended step sizes when the chains of a pilot are drawn again: (number,)."""
+    chains = pilot.first.shape[2]
+    counts = np.random.default_rng(0).multinomial(
+        chains, np.full(chains, 1 / chains), number
+    )
+    curves = [predict(pilot, scheme, quantile, weights) for weights in counts]
+    return np.array([curve.step_size[curve.best] for curve in curves])
+
+
+class Tuning(NamedTuple):
+    """Recommended settings, and why."""
+
+    scheme: str
+    step_size: float
+    num_integration_steps: int
+    acceptance: float  # predicted
+    interval: tuple[float, float]  # 90 % of resampled pilots want a step size in here
+    lengths: Pilot | None  # trajectories of several lengths, one step size
+    sizes: Pilot  # several step sizes, one trajectory length
+    curve: Curve
+    quantile: float
+    gradients: int  # spent, over all chains
+
+    @property
+    def sampler(self) -> Sampler:
+        """The sampler with these settings."""
+        return self.sizes.family.make(self.step_size, self.num_integration_steps)
+
+    def warnings(self) -> list[str]:
+        """Reasons not to trust the settings, in words; empty when there are none."""
+        return doubts(self)
+
+    def __str__(self) -> str:
+        """The settings, and the table of the step sizes behind them."""
+        return "\n".join(describe(self))
+
+    def plot(self) -> Any:
+        """Draw the evidence; returns a matplotlib figure."""
+        return draw(self)
+
+
+def doubts(tuning: Tuning) -> list[str]:
+    """What speaks against the settings of a ``Tuning``."""
+    found, sizes, curve = [], tuning.sizes, tuning.curve
+    rhat = np.quantile(sizes.rhat, 1 - tuning.quantile, axis=1).min()
+    if rhat > 1.1:
+        found.append(
+            f"R-hat is {rhat:.2f} or more in all pilot runs: give a larger budget"
+        )
+    if tuning.lengths is not None:
+        best = choose_length(tuning.lengths, tuning.scheme, tuning.quantile)
+        if best == len(LENGTHS) - 1:
+            found.append(
+                "the longest trajectory is the best: longer ones may be better"
+            )
+    if curve.best == 0 or curve.best == len(curve.step_size) - 1:
+        found.append("the best step size is at the end of the range of the pilot runs")
+    return found
+
+
+def describe(tuning: Tuning) -> list[str]:
+    """A ``Tuning`` as lines of text."""
+    pilot, scheme, quantile = tuning.sizes, tuning.scheme, tuning.quantile
+    low, high = tuning.interval
+    f, g = scheme_rows(pilot.chains)[scheme]
+    left = np.median(variance_left(pilot.covariance(), f, g), axis=1)
+    rhat = np.quantile(pilot.rhat, 1 - quantile, axis=1)
+    found = np.quantile(measured(pilot, scheme), quantile, axis=1)
+    _, guess = tuning.curve.at(pilot.grid.step_size)
+    rows = zip(*pilot.grid, pilot.acceptance, left, rhat, found, guess, strict=True)
+    return [
+        f"{pilot.family.name}, {scheme}: step size {tuning.step_size:.3g} (90 % "
+        f"interval {low:.2g} to {high:.2g}), {tuning.num_integration_steps} to a "
+        f"trajectory; acceptance {tuning.acceptance:.4f}",
+        f"{tuning.gradients:,} gradients spent",
+        "   step  leaps  accept    left  R-hat  ESS/grad  predicted",
+        *(
+            f"{size:7.3f}{leaps:7d}{rate:8.4f}{rest:8.4f}{r:7.2f}{ess:10.3g}{p:11.3g}"
+            for size, leaps, rate, rest, r, ess, p in rows
+        ),
+        *tuning.warnings(),
+    ]
+
+
+def acceptance_axis(axis: Any) -> None:
+    """Label a log axis of rejection rates with acceptance rates, high ones wide."""
+    rates = np.array([0.3, 0.6, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998])
+    low, high = sorted(axis.get_xlim())
+    shown = rates[(1 - rates > max(low, 1e-4)) & (1 - rates < high)]
+    axis.set(xscale="log", xlabel="acceptance")
+    axis.set_xticks(1 - shown, [f"{rate:g}" for rate in shown])
+    axis.minorticks_off()
+    axis.set_xlim(high, max(low, 1e-4))
+
+
+def draw(tuning: Tuning) -> Any:
+    """A figure of what a ``Tuning`` found."""
+    import matplotlib.pyplot as plt
+
+    pilot, scheme, quantile = tuning.sizes, tuning.scheme, tuning.quantile
+    figure, axes = plt.subplots(1, 2, figsize=(7, 3.2))
+    if tuning.lengths is not None:
+        grid = tuning.lengths.grid
+        found = np.quantile(measured(tuning.lengths, scheme), quantile, axis=1)
+        axes[0].plot(grid.step_size * grid.num_integration_steps, found, "o-")
+        axes[0].axvline(tuning.step_size * tuning.num_integration_steps, color="0.7")
+        axes[0].set(xlabel="trajectory length", ylabel="ESS per gradient")
+    else:
+        axes[0].plot(pilot.grid.step_size, pilot.acceptance, "o-")
+        axes[0].axvline(tuning.step_size, color="0.7")
+        axes[0].set(xlabel="step size", ylabel="acceptance")
+    found = np.quantile(measured(pilot, scheme), quantile, axis=1)
+    axes[1].plot(1 - pilot.acceptance, found, "o", label="measured")
+    axes[1].plot(
+        1 - tuning.curve.acceptance, tuning.curve.efficiency, label="predicted"
+    )
+    axes[1].axvline(1 - tuning.acceptance, color="0.7")
+    axes[1].legend()
+    acceptance_axis(axes[1])
+    return figure
+
+
+def check_request(problem: Problem, num_chains: int, quantile: float) -> None:
+    """Raise ValueError for what ``tune`` cannot do."""
+    if num_chains < 16:
+        raise ValueError(
+            f"{num_chains} chains are too few to tune with: use 16 or more"
+        )
+    if not 0 <= quantile <= 1:
+        raise ValueError(
+            f"quantile is {quantile}: from 0 (the worst statistic) to 1 (the best)"
+        )
+    shape = jax.eval_shape(problem.latent(), jnp.zeros(problem.dim)).shape
+    if shape != ():
+        raise ValueError(f"the log density must be one number, got shape {shape}")
+
+
+def grid_of_lengths(begin: Quick) -> Grid:
+    """Trajectories of several lengths, with steps near one size."""
+    lengths = LENGTHS * np.std(begin.positions)
+    counts = np.maximum(np.round(lengths / begin.step_size), 1).astype(int)
+    return Grid(lengths / counts, counts)
+
+
+def divide(grid: Grid, at: int) -> Grid:
+    """Steps of several sizes that divide the trajectory of one setting of a grid."""
+    number = int(grid.num_integration_steps[at])
+    counts = ladder(number)
+    return Grid(float(grid.step_size[at]) * number / counts, counts)
+
+
+def spread_sizes(step_size: float) -> Grid:
+    """Nine step sizes around one, for samplers without trajectories."""
+    sizes = step_size * np.geomspace(1 / 3, 3, len(LENGTHS))
+    return Grid(sizes, np.ones(len(LENGTHS), int))
+
+
+def conclude(
+    scheme: str, lengths: Pilot | None, sizes: Pilot, quantile: float, gradients: int
+) -> Tuning:
+    """Settings from pilot runs: the best step size, divided into the length."""
+    curve = predict(sizes, scheme, quantile)
+    size, number = float(curve.step_size[curve.best]), 1
+    if lengths is not None:
+        length = float(sizes.grid.step_size[0] * sizes.grid.num_integration_steps[0])
+        numbers = np.array([np.floor(length / size), np.ceil(length / size)]).clip(1)
+        number = int(numbers[curve.at(length / numbers)[1].argmax()])
+        size = length / number
+    rate = float(curve.at(size)[0])
+    low, high = np.quantile(resample(sizes, scheme, quantile), [0.05, 0.95])
+    return Tuning(
+        scheme,
+        size,
+        number,
+        rate,
+        (low, high),
+        lengths,
+        sizes,
+        curve,
+        quantile,
+        gradients,
+    )
+
+
+def tune(
+    key: Array,
+    scheme: Callable,
+    problem: Problem,
+    family: Family = HMC,
+    num_chains: int = 64,
+    budget: float = 1e6,
+    quantile: float = 0.5,
+    progress: bool = True,
+) -> Tuning:
+    """Find the step size, and for HMC the trajectory length, that suit a scheme.
+
+    Parameters
+    ----------
+    scheme
+        ``plain``, ``antithetic``, ``control`` or ``cva``.
+    budget
+        How many gradients of the target to spend, over all chains.
+    quantile
+        Which statistic to tune for: 0 is the worst one, 0.5 the median, 1 the best.
+
+    Examples
+    --------
+    >>> from swindles.control import control
+    >>> from swindles.targets import skewed
+    >>> from swindles.transport import laplace
+    >>> target = skewed(dim=5)
+    >>> to_x = laplace(target.logdensity, jnp.zeros(5))
+    >>> problem = Problem(target.logdensity, to_x, 5)
+    >>> tuning = tune(jax.random.key(0), control, problem, budget=3e5)
+    >>> 0.5 < tuning.acceptance < 1
+    True
+    """
+    check_request(problem, num_chains, quantile)
+    keys = jax.random.split(key, 3)
+    begin = quick(keys[0], problem, family, num_chains=num_chains)
+    trial = set_up(scheme, family, problem, begin.positions)
+    share = (budget - begin.gradients) / (2 if family.has_length else 1)
+    lengths, grid = None, spread_sizes(begin.step_size)
+    if family.has_length:
+        lengths = explore(keys[1], trial, grid_of_lengths(begin), share, progress)
+        grid = divide(lengths.grid, choose_length(lengths, trial.scheme, quantile))
+    sizes = explore(keys[2], trial, grid, share, progress)
+    spent = sum(part.gradients for part in (begin, sizes, lengths) if part is not None)
+    return conclude(trial.scheme, lengths, sizes, quantile, spent)
