@@ -73,18 +73,39 @@ MALA = Family("MALA", lambda size, _: mala(size), 2 / 3, 0.95)
 RANDOM_WALK = Family("random walk", lambda size, _: random_walk(size), 2, 0.4)
 
 
-def with_integrator(name: str, integrator: Callable, order: int, cost: int) -> Family:
-    """HMC with another integrator: its order, and its gradients in each step."""
-    make = partial(hmc, integrator=integrator)
-    return Family(f"HMC ({name})", make, 1 / order, 0.99, has_length=True, cost=cost)
+def variance_left(covariance: np.ndarray, f: list[int], g: list[int]) -> np.ndarray:
+    """Var Z / Var f: the part of the variance that a scheme leaves.
+
+    ``covariance`` has shape (rows, rows, ...); ``f`` and ``g`` are the scheme's rows.
+
+    Examples
+    --------
+    >>> pair = np.array([[1.0, 0.8], [0.8, 1.0]])
+    >>> variance_left(pair, [0], [1]).round(2), variance_left(-pair, [0, 1], [])
+    (np.float64(0.36), np.float64(0.9))
+    """
+    own = sum(covariance[i, i] for i in f)
+    weights = {i: np.ones_like(own) for i in f}
+    if g:
+        both = sum(covariance[i, j] for i, j in zip(f, g, strict=True))
+        slope = both / sum(covariance[j, j] for j in g)
+        weights |= {j: -slope for j in g}
+    left = sum(
+        a * b * covariance[i, j] for i, a in weights.items() for j, b in weights.items()
+    )
+    return np.maximum(left / (len(f) * own), 1e-6)
 
 
-INTEGRATORS = {
-    "velocity Verlet": HMC,
-    "McLachlan": with_integrator("McLachlan", integrators.mclachlan, 2, 2),
-    "three-stage": with_integrator("three-stage", integrators.yoshida, 2, 3),
-    "Omelyan": with_integrator("Omelyan", integrators.omelyan, 4, 5),
-}
+def scheme_rows(chains: set[str]) -> dict[str, tuple[list[int], list[int]]]:
+    """For each scheme that these chains contain, its rows of f and of controls."""
+    rows: dict[str, tuple[list[int], list[int]]] = {"plain": ([0], [])}
+    if "minus" in chains:
+        rows["antithetic"] = ([0, 1], [])
+    if "control" in chains:
+        rows["control"] = ([0], [len(chains) - 1])
+    if {"minus", "control"} <= chains:
+        rows["cva"] = ([0, 1], [2, 3])
+    return rows
 
 
 class Grid(NamedTuple):
@@ -192,41 +213,6 @@ def fold_pilot(feature: Callable, states: dict[str, Any]) -> tuple[Any, Callable
     return PilotSums(moments, *totals, empty_rates(states)), update
 
 
-def scheme_rows(chains: set[str]) -> dict[str, tuple[list[int], list[int]]]:
-    """For each scheme that these chains contain, its rows of f and of controls."""
-    rows: dict[str, tuple[list[int], list[int]]] = {"plain": ([0], [])}
-    if "minus" in chains:
-        rows["antithetic"] = ([0, 1], [])
-    if "control" in chains:
-        rows["control"] = ([0], [len(chains) - 1])
-    if {"minus", "control"} <= chains:
-        rows["cva"] = ([0, 1], [2, 3])
-    return rows
-
-
-def variance_left(covariance: np.ndarray, f: list[int], g: list[int]) -> np.ndarray:
-    """Var Z / Var f: the part of the variance that a scheme leaves.
-
-    ``covariance`` has shape (rows, rows, ...); ``f`` and ``g`` are the scheme's rows.
-
-    Examples
-    --------
-    >>> pair = np.array([[1.0, 0.8], [0.8, 1.0]])
-    >>> variance_left(pair, [0], [1]).round(2), variance_left(-pair, [0, 1], [])
-    (np.float64(0.36), np.float64(0.9))
-    """
-    own = sum(covariance[i, i] for i in f)
-    weights = {i: np.ones_like(own) for i in f}
-    if g:
-        both = sum(covariance[i, j] for i, j in zip(f, g, strict=True))
-        slope = both / sum(covariance[j, j] for j in g)
-        weights |= {j: -slope for j in g}
-    left = sum(
-        a * b * covariance[i, j] for i, a in weights.items() for j, b in weights.items()
-    )
-    return np.maximum(left / (len(f) * own), 1e-6)
-
-
 class Pilot(NamedTuple):
     """What short runs at every setting of a grid found."""
 
@@ -275,6 +261,65 @@ def read_pilot(
         np.asarray(sums.second.value) / counts[:, None, None, None, None],
         gradients,
     )
+
+
+class Trial(NamedTuple):
+    """What to run at every setting: made once, so it is compiled once."""
+
+    family: Family
+    build: Callable[[Any, Any], SamplingAlgorithm]
+    states: dict[str, Any]
+    fold: tuple[Any, Callable]
+
+    @property
+    def scheme(self) -> str:
+        """The scheme that uses all the chains."""
+        return list(scheme_rows(set(self.states)))[-1]
+
+    def cost(self, num_integration_steps: np.ndarray) -> np.ndarray:
+        """Gradients of the target in a step of all chains."""
+        f, _ = scheme_rows(set(self.states))[self.scheme]
+        num_chains = len(self.states["plus"].position)
+        return num_integration_steps * self.family.cost * len(f) * num_chains
+
+
+def set_up(
+    scheme: Callable, family: Family, problem: Problem, positions: Array
+) -> Trial:
+    """A trial of a scheme with a family of samplers, from some latent positions."""
+    latent = problem.latent()
+
+    def build(step_size: Any, num_integration_steps: Any) -> SamplingAlgorithm:
+        return scheme(family.make(step_size, num_integration_steps), latent)
+
+    states = start(build(0.1, 1), positions)
+    return Trial(family, build, states, fold_pilot(problem.feature(), states))
+
+
+def explore(
+    key: Array, trial: Trial, grid: Grid, gradients: float, progress: bool = True
+) -> Pilot:
+    """Run a trial at every setting of a grid, for the same number of gradients each.
+
+    A third of the steps is a warm-up. All settings have the same starts and keys.
+    """
+    family, build, states, fold = trial
+    grid = Grid(jnp.asarray(grid[0], float), jnp.asarray(grid[1], int))
+    leaps = np.asarray(grid.num_integration_steps)
+    steps = (gradients / trial.cost(leaps) / leaps.size).astype(int)
+    warmup, steps = steps // 3, steps - steps // 3
+    if steps.min() < 8:
+        least = 12 * leaps.size * trial.cost(leaps).max()
+        raise ValueError(
+            f"{gradients:.3g} gradients are too few for {leaps.size} settings of up to "
+            f"{leaps.max()} leapfrog steps: give at least {least:.2g}, or fewer chains"
+        )
+    keys = jax.random.split(key)
+    states = repeat(states, leaps.size)
+    states, _ = run_grid(keys[0], build, grid, states, warmup, fold, progress=progress)
+    _, sums = run_grid(keys[1], build, grid, states, steps, fold, progress=progress)
+    spent = int((trial.cost(leaps) * (warmup + steps)).sum())
+    return read_pilot(family, grid, steps, sums, spent)
 
 
 def measured(pilot: Pilot, scheme: str) -> np.ndarray:
@@ -357,6 +402,18 @@ def predict(
     return Curve(np.exp(fine), 1 - lost, gain)
 
 
+def resample(
+    pilot: Pilot, scheme: str, quantile: float, number: int = 50
+) -> np.ndarray:
+    """Recommended step sizes when the chains of a pilot are drawn again: (number,)."""
+    chains = pilot.first.shape[2]
+    counts = np.random.default_rng(0).multinomial(
+        chains, np.full(chains, 1 / chains), number
+    )
+    curves = [predict(pilot, scheme, quantile, weights) for weights in counts]
+    return np.array([curve.step_size[curve.best] for curve in curves])
+
+
 class Quick(NamedTuple):
     """A step size for a given acceptance."""
 
@@ -400,6 +457,21 @@ def adapt(
     return final(average), states, *trail
 
 
+def check_acceptance(rate: float, target: float, relative_size: float) -> None:
+    """Raise ValueError when no sensible step size gives the acceptance wanted."""
+    if rate < target / 2 or relative_size < 1e-4:
+        raise ValueError(
+            "nearly all proposals are rejected unless the steps are tiny (acceptance "
+            f"{rate:.0%}, step size {relative_size:.1g} of the chains' spread): the log "
+            "density is not finite or not differentiable around the start"
+        )
+    if rate > (1 + target) / 2 or relative_size > 1e4:
+        raise ValueError(
+            f"nearly all proposals are accepted, whatever the step size ({rate:.1%}): "
+            "the log density is constant in some direction, so it is no distribution"
+        )
+
+
 def quick(
     key: Array,
     problem: Problem,
@@ -431,24 +503,10 @@ def quick(
         keys[1], states, trajectory_length, target, family, latent, num_steps
     )
     rate = float(rates[num_steps // 2 :].mean())
-    check_acceptance(rate, target)
+    check_acceptance(rate, target, float(size) / float(states.position.std()))
     number = max(round(trajectory_length / float(size)), 1) if family.has_length else 1
     spent = int(jnp.sum(leaps)) * family.cost * num_chains
     return Quick(float(size), number, rate, states.position, spent)
-
-
-def check_acceptance(rate: float, target: float) -> None:
-    """Raise ValueError when no step size gives the acceptance that was wanted."""
-    if rate < target / 2:
-        raise ValueError(
-            f"{rate:.0%} of the proposals are accepted, at every step size: the log "
-            "density is not finite, or not differentiable, around the start"
-        )
-    if rate > (1 + target) / 2:
-        raise ValueError(
-            f"{rate:.1%} of the proposals are accepted, at every step size: the log "
-            "density is constant along some direction, so it has no distribution"
-        )
 
 
 # Trajectories that `tune` compares, in units of the chains' standard deviation.
@@ -471,63 +529,11 @@ def ladder(middle: int) -> np.ndarray:
     return np.sort(np.concatenate([wanted, others[: len(LENGTHS) - wanted.size]]))
 
 
-class Trial(NamedTuple):
-    """What to run at every setting: made once, so it is compiled once."""
-
-    family: Family
-    build: Callable[[Any, Any], SamplingAlgorithm]
-    states: dict[str, Any]
-    fold: tuple[Any, Callable]
-
-    @property
-    def scheme(self) -> str:
-        """The scheme that uses all the chains."""
-        return list(scheme_rows(set(self.states)))[-1]
-
-    def cost(self, num_integration_steps: np.ndarray) -> np.ndarray:
-        """Gradients of the target in a step of all chains."""
-        f, _ = scheme_rows(set(self.states))[self.scheme]
-        num_chains = len(self.states["plus"].position)
-        return num_integration_steps * self.family.cost * len(f) * num_chains
-
-
-def set_up(
-    scheme: Callable, family: Family, problem: Problem, positions: Array
-) -> Trial:
-    """A trial of a scheme with a family of samplers, from some latent positions."""
-    latent = problem.latent()
-
-    def build(step_size: Any, num_integration_steps: Any) -> SamplingAlgorithm:
-        return scheme(family.make(step_size, num_integration_steps), latent)
-
-    states = start(build(0.1, 1), positions)
-    return Trial(family, build, states, fold_pilot(problem.feature(), states))
-
-
-def explore(
-    key: Array, trial: Trial, grid: Grid, gradients: float, progress: bool = True
-) -> Pilot:
-    """Run a trial at every setting of a grid, for the same number of gradients each.
-
-    A third of the steps is a warm-up. All settings have the same starts and keys.
-    """
-    family, build, states, fold = trial
-    grid = Grid(jnp.asarray(grid[0], float), jnp.asarray(grid[1], int))
-    leaps = np.asarray(grid.num_integration_steps)
-    steps = (gradients / trial.cost(leaps) / leaps.size).astype(int)
-    warmup, steps = steps // 3, steps - steps // 3
-    if steps.min() < 8:
-        least = 12 * leaps.size * trial.cost(leaps).max()
-        raise ValueError(
-            f"{gradients:.3g} gradients are too few for {leaps.size} settings of up to "
-            f"{leaps.max()} leapfrog steps: give at least {least:.2g}, or fewer chains"
-        )
-    keys = jax.random.split(key)
-    states = repeat(states, leaps.size)
-    states, _ = run_grid(keys[0], build, grid, states, warmup, fold, progress=progress)
-    _, sums = run_grid(keys[1], build, grid, states, steps, fold, progress=progress)
-    spent = int((trial.cost(leaps) * (warmup + steps)).sum())
-    return read_pilot(family, grid, steps, sums, spent)
+def grid_of_lengths(begin: Quick) -> Grid:
+    """Trajectories of several lengths, with steps near one size."""
+    lengths = LENGTHS * np.std(begin.positions)
+    counts = np.maximum(np.round(lengths / begin.step_size), 1).astype(int)
+    return Grid(lengths / counts, counts)
 
 
 def choose_length(pilot: Pilot, scheme: str, quantile: float) -> int:
@@ -536,16 +542,17 @@ def choose_length(pilot: Pilot, scheme: str, quantile: float) -> int:
     return int((scores * trusted(pilot, quantile)).argmax())
 
 
-def resample(
-    pilot: Pilot, scheme: str, quantile: float, number: int = 50
-) -> np.ndarray:
-    """Recommended step sizes when the chains of a pilot are drawn again: (number,)."""
-    chains = pilot.first.shape[2]
-    counts = np.random.default_rng(0).multinomial(
-        chains, np.full(chains, 1 / chains), number
-    )
-    curves = [predict(pilot, scheme, quantile, weights) for weights in counts]
-    return np.array([curve.step_size[curve.best] for curve in curves])
+def divide(grid: Grid, at: int) -> Grid:
+    """Steps of several sizes that divide the trajectory of one setting of a grid."""
+    number = int(grid.num_integration_steps[at])
+    counts = ladder(number)
+    return Grid(float(grid.step_size[at]) * number / counts, counts)
+
+
+def spread_sizes(step_size: float) -> Grid:
+    """Nine step sizes around one, for samplers without trajectories."""
+    sizes = step_size * np.geomspace(1 / 3, 3, len(LENGTHS))
+    return Grid(sizes, np.ones(len(LENGTHS), int))
 
 
 class Tuning(NamedTuple):
@@ -676,26 +683,6 @@ def check_request(problem: Problem, num_chains: int, quantile: float) -> None:
         raise ValueError(f"the log density must be one number, got shape {shape}")
 
 
-def grid_of_lengths(begin: Quick) -> Grid:
-    """Trajectories of several lengths, with steps near one size."""
-    lengths = LENGTHS * np.std(begin.positions)
-    counts = np.maximum(np.round(lengths / begin.step_size), 1).astype(int)
-    return Grid(lengths / counts, counts)
-
-
-def divide(grid: Grid, at: int) -> Grid:
-    """Steps of several sizes that divide the trajectory of one setting of a grid."""
-    number = int(grid.num_integration_steps[at])
-    counts = ladder(number)
-    return Grid(float(grid.step_size[at]) * number / counts, counts)
-
-
-def spread_sizes(step_size: float) -> Grid:
-    """Nine step sizes around one, for samplers without trajectories."""
-    sizes = step_size * np.geomspace(1 / 3, 3, len(LENGTHS))
-    return Grid(sizes, np.ones(len(LENGTHS), int))
-
-
 def conclude(
     scheme: str, lengths: Pilot | None, sizes: Pilot, quantile: float, gradients: int
 ) -> Tuning:
@@ -768,3 +755,17 @@ def tune(
     sizes = explore(keys[2], trial, grid, share, progress)
     spent = sum(part.gradients for part in (begin, sizes, lengths) if part is not None)
     return conclude(trial.scheme, lengths, sizes, quantile, spent)
+
+
+def with_integrator(name: str, integrator: Callable, order: int, cost: int) -> Family:
+    """HMC with another integrator: its order, and its gradients in each step."""
+    make = partial(hmc, integrator=integrator)
+    return Family(f"HMC ({name})", make, 1 / order, 0.99, has_length=True, cost=cost)
+
+
+INTEGRATORS = {
+    "velocity Verlet": HMC,
+    "McLachlan": with_integrator("McLachlan", integrators.mclachlan, 2, 2),
+    "three-stage": with_integrator("three-stage", integrators.yoshida, 2, 3),
+    "Omelyan": with_integrator("Omelyan", integrators.omelyan, 4, 5),
+}
