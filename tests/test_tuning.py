@@ -53,9 +53,9 @@ FAMILIES = {"hmc": HMC, "mala": MALA, "random walk": RANDOM_WALK}
 RESULTS = Path(__file__).parents[1] / "book" / "results" / "tuning.csv"
 
 
-def toy(dim=5):
+def toy(dim=5, shape=2.0):
     """A skewed posterior with its Laplace map; means and squares."""
-    target = skewed(dim=dim)
+    target = skewed(dim=dim, shape=shape)
     to_x = laplace(target.logdensity, jnp.zeros(dim))
     moments = {"mean": lambda x: x, "square": lambda x: x**2}
     return Problem(
@@ -266,32 +266,34 @@ def test_all_pairs(family, scheme):
     assert found.scheme == scheme
     assert 0.8 * 3e5 < found.gradients <= 3e5
     assert found.interval[0] <= found.interval[1]
-    result = swindle(
-        jax.random.key(1), SCHEMES[scheme], found.sampler, problem, 64, 100, 50
-    )
-    assert abs(result.rates["acceptance"]["plus"] - found.acceptance) < 0.05
     assert found.acceptance > 0.25
     if family != "hmc":
         assert found.num_integration_steps == 1
+    if scheme == "cva":
+        result = swindle(jax.random.key(1), plain, found.sampler, problem, 64, 100, 50)
+        assert abs(result.rates["acceptance"]["plus"] - found.acceptance) < 0.05
     text = str(found)
     assert f"{found.step_size:.3g}" in text and scheme in text
 
 
-def test_swindles_want_a_higher_acceptance_than_plain_chains():
-    problem = toy(dim=20)
+def test_swindles_want_a_high_acceptance_and_good_maps_a_higher_one():
+    """The best rate of a chain alone is 0.651."""
     rates = {
-        name: tune(KEY, SCHEMES[name], problem, budget=4e5).acceptance
-        for name in ("plain", "control")
+        shape: tune(KEY, control, toy(20, shape), budget=4e5).acceptance
+        for shape in (2.0, 50.0)
     }
-    assert rates["plain"] < 0.85 < 0.88 < rates["control"]
+    assert 0.651 + 0.1 < rates[2.0] < 0.93 < rates[50.0]
 
 
-def test_same_key_same_settings_and_one_compilation():
-    problem = toy()
+@pytest.fixture(scope="module")
+def first():
+    return tune(KEY, control, toy(), budget=3e5)
+
+
+def test_same_key_same_settings_and_one_compilation(first):
     before = advance_grid._cache_size()
-    first = tune(KEY, control, problem, budget=3e5)
+    second = tune(KEY, control, toy(), budget=3e5)
     assert advance_grid._cache_size() == before + 1
-    second = tune(KEY, control, problem, budget=3e5)
     assert first.step_size == second.step_size
     assert first.num_integration_steps == second.num_integration_steps
     assert first.interval == second.interval
@@ -381,19 +383,29 @@ def test_slow_pilots_are_flagged():
     assert "R-hat" in str(found)
 
 
-def test_plot_shows_the_evidence():
+def test_plot_shows_the_evidence(first):
     import matplotlib.pyplot as plt
 
-    for family in (HMC, MALA):
-        found = tune(KEY, control, toy(), family, 32, 3e5)
+    for found, label in [
+        (first, "trajectory length"),
+        (first._replace(lengths=None), "step size"),
+    ]:
         figure = found.plot()
         left, right = figure.axes
-        assert right.get_xlabel() == "acceptance"
-        assert left.get_xlabel() == (
-            "trajectory length" if family is HMC else "step size"
-        )
+        assert left.get_xlabel() == label and right.get_xlabel() == "acceptance"
         assert right.get_xlim()[0] > right.get_xlim()[1]
         plt.close(figure)
+
+
+def test_settings_at_the_edge_are_flagged(first):
+    top = first.curve.efficiency.max()
+    edge = first.curve._replace(
+        efficiency=np.where(np.arange(400) == 0, 2 * top, first.curve.efficiency)
+    )
+    assert any("end of the range" in w for w in first._replace(curve=edge).warnings())
+    ess = first.lengths.ess * np.where(np.arange(9) == 8, 1e6, 1)[:, None]
+    longest = first._replace(lengths=first.lengths._replace(ess=ess))
+    assert any("longest" in warning for warning in longest.warnings())
 
 
 @pytest.mark.parametrize("name", INTEGRATORS)

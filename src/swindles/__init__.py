@@ -1,8 +1,8 @@
 """Hamiltonian Monte Carlo swindles: posterior expectations with smaller errors.
 
 One module for each chapter of the book: ``targets``, ``accuracy``, ``transport``,
-``coupling``, ``antithetic``, ``control``, ``cva`` and ``latent``, in the order in which
-they build on each other.
+``coupling``, ``antithetic``, ``control``, ``cva``, ``latent`` and ``tuning``, in the
+order in which they build on each other.
 """
 
 from importlib.metadata import version
@@ -16,6 +16,7 @@ from swindles import (
     latent,
     targets,
     transport,
+    tuning,
 )
 
 __all__ = [
@@ -27,5 +28,6 @@ __all__ = [
     "latent",
     "targets",
     "transport",
+    "tuning",
 ]
 __version__ = version("swindles")
