@@ -34,6 +34,7 @@ from swindles.tuning import (
     efficiency_bound,
     explore,
     ladder,
+    measured,
     predict,
     quick,
     repeat,
@@ -197,6 +198,31 @@ def test_prediction_has_its_peak_where_the_formulas_put_it(floor):
     # (1 - a) within a factor of 1.6 of the best: the peak is flat, not the formula.
     ratio = (1 - curve.acceptance[curve.best]) / (1 - best)
     assert 1 / 1.6 < ratio < 1.6
+
+
+def test_antithetic_chains_pay_twice():
+    """With correlation 0.6 and a cost of two: 1 / 1.6 of the plain chain's efficiency."""
+    pilot = made_up(np.array([0.6, 0.8, 0.9]), np.full(3, 1 - 0.6**2))
+    pilot = pilot._replace(decoupling={"minus": np.zeros(3)})
+    pair, alone = (predict(pilot, name) for name in ("antithetic", "plain"))
+    np.testing.assert_allclose(pair.efficiency, alone.efficiency / 1.6)
+    found = [measured(pilot, name) for name in ("antithetic", "plain")]
+    np.testing.assert_allclose(found[0], found[1] / 1.6)
+
+
+def test_cost_counts_every_gradient_of_the_target():
+    leaps = np.array([1, 3])
+    for family, scheme, each in [
+        (HMC, control, 1),
+        (HMC, cva, 2),
+        (INTEGRATORS["Omelyan"], antithetic, 10),
+    ]:
+        trial = set_up(scheme, family, toy(), normal(16, 5))
+        assert trial.cost(leaps).tolist() == [16 * each, 48 * each]
+        pilot = made_up([0.9, 0.9], [0.5, 0.5])._replace(family=family)
+        per_step = pilot.ess / measured(pilot, "plain")
+        expected = pilot.grid.num_integration_steps * family.cost
+        np.testing.assert_allclose(per_step[:, 0], expected)
 
 
 def test_smooth_takes_the_noise_out():

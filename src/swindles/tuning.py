@@ -462,7 +462,7 @@ def check_acceptance(rate: float, target: float, relative_size: float) -> None:
     if rate < target / 2 or relative_size < 1e-4:
         raise ValueError(
             "nearly all proposals are rejected unless the steps are tiny (acceptance "
-            f"{rate:.0%}, step size {relative_size:.1g} of the chains' spread): the log "
+            f"{rate:.0%}, steps {relative_size:.1g} of the chains' spread): the log "
             "density is not finite or not differentiable around the start"
         )
     if rate > (1 + target) / 2 or relative_size > 1e4:
