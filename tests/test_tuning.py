@@ -201,7 +201,7 @@ def test_prediction_has_its_peak_where_the_formulas_put_it(floor):
 
 
 def test_antithetic_chains_pay_twice():
-    """With correlation 0.6 and a cost of two: 1 / 1.6 of the plain chain's efficiency."""
+    """Correlation 0.6 at twice the cost: 1 / 1.6 of the plain efficiency."""
     pilot = made_up(np.array([0.6, 0.8, 0.9]), np.full(3, 1 - 0.6**2))
     pilot = pilot._replace(decoupling={"minus": np.zeros(3)})
     pair, alone = (predict(pilot, name) for name in ("antithetic", "plain"))
@@ -428,7 +428,14 @@ def test_settings_at_the_edge_are_flagged(first):
     edge = first.curve._replace(
         efficiency=np.where(np.arange(400) == 0, 2 * top, first.curve.efficiency)
     )
-    assert any("end of the range" in w for w in first._replace(curve=edge).warnings())
+    assert any("smallest step" in w for w in first._replace(curve=edge).warnings())
+    small = np.arange(400) < first.curve.best // 2
+    unsure = first.curve._replace(
+        trust=np.where(small, 0.01, 1.0),
+        efficiency=np.where(small, top / 2, first.curve.efficiency),
+    )
+    held = first._replace(curve=unsure).warnings()
+    assert any("R-hat forbids" in warning for warning in held)
     ess = first.lengths.ess * np.where(np.arange(9) == 8, 1e6, 1)[:, None]
     longest = first._replace(lengths=first.lengths._replace(ess=ess))
     assert any("longest" in warning for warning in longest.warnings())

@@ -15,6 +15,7 @@ from blackjax.base import SamplingAlgorithm
 from blackjax.mcmc import integrators
 from jax import Array
 from jax.typing import ArrayLike
+from scipy.interpolate import PchipInterpolator
 from scipy.special import ndtri
 from tqdm import tqdm
 
@@ -361,7 +362,8 @@ class Curve(NamedTuple):
 
     step_size: np.ndarray
     acceptance: np.ndarray
-    efficiency: np.ndarray  # ESS per gradient
+    efficiency: np.ndarray  # ESS per gradient, times trust
+    trust: np.ndarray  # from 0 to 1
 
     def at(self, step_size: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
         """Acceptance and efficiency at some step sizes; zeros out of range."""
@@ -389,6 +391,8 @@ def predict(
     """
     trust = trusted(pilot, quantile)
     use = np.flatnonzero(trust)[np.argsort(pilot.grid.step_size[trust > 0])]
+    if use.size < 2:
+        raise ValueError("fewer than two step sizes are accepted often enough to trust")
     f, g = scheme_rows(pilot.chains)[scheme]
     power, sizes = pilot.family.power, np.log(pilot.grid.step_size[use])
     rejection = np.clip(1 - pilot.acceptance[use], 1e-6, 1)
@@ -396,10 +400,11 @@ def predict(
     constant = measured(pilot, "plain")[use].sum(0) / bound / len(f)
     left = variance_left(pilot.covariance(weights), f, g)[use]
     fine = np.linspace(sizes[0], sizes[-1], 400)
-    lost = np.exp(np.interp(fine, sizes, np.log(rejection)))
+    lost = np.exp(PchipInterpolator(sizes, np.log(rejection))(fine))
     gain = np.quantile(constant / smooth(sizes, left, fine), quantile, axis=1)
-    gain *= efficiency_bound(1 - lost, power) * np.interp(fine, sizes, trust[use])
-    return Curve(np.exp(fine), 1 - lost, gain)
+    gain *= efficiency_bound(1 - lost, power)
+    trust = np.interp(fine, sizes, trust[use])
+    return Curve(np.exp(fine), 1 - lost, gain * trust, trust)
 
 
 def resample(
@@ -601,8 +606,11 @@ def doubts(tuning: Tuning) -> list[str]:
             found.append(
                 "the longest trajectory is the best: longer ones may be better"
             )
-    if curve.best == 0 or curve.best == len(curve.step_size) - 1:
-        found.append("the best step size is at the end of the range of the pilot runs")
+    free = curve.step_size[(curve.efficiency / curve.trust.clip(1e-9)).argmax()]
+    if free < 0.9 * curve.step_size[curve.best]:
+        found.append("R-hat forbids smaller steps: a larger budget may allow them")
+    if curve.best == 0:
+        found.append("the smallest step is the best: smaller ones may be better")
     return found
 
 
@@ -631,14 +639,13 @@ def describe(tuning: Tuning) -> list[str]:
 
 
 def acceptance_axis(axis: Any) -> None:
-    """Label a log axis of rejection rates with acceptance rates, high ones wide."""
-    rates = np.array([0.3, 0.6, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998])
+    """Label a log axis of rejection rates with acceptance rates, from left to right."""
     low, high = sorted(axis.get_xlim())
-    shown = rates[(1 - rates > max(low, 1e-4)) & (1 - rates < high)]
-    axis.set(xscale="log", xlabel="acceptance")
-    axis.set_xticks(1 - shown, [f"{rate:g}" for rate in shown])
+    rates = np.array([0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999])
+    shown = rates[(1 - rates > low) & (1 - rates < high)]
+    axis.set_xticks(1 - shown, [f"{rate:g}" for rate in shown], size="small")
     axis.minorticks_off()
-    axis.set_xlim(high, max(low, 1e-4))
+    axis.set(xlim=(high, low), xlabel="acceptance")
 
 
 def draw(tuning: Tuning) -> Any:
@@ -658,10 +665,10 @@ def draw(tuning: Tuning) -> Any:
         axes[0].axvline(tuning.step_size, color="0.7")
         axes[0].set(xlabel="step size", ylabel="acceptance")
     found = np.quantile(measured(pilot, scheme), quantile, axis=1)
-    axes[1].plot(1 - pilot.acceptance, found, "o", label="measured")
-    axes[1].plot(
-        1 - tuning.curve.acceptance, tuning.curve.efficiency, label="predicted"
-    )
+    lost, curve = 1 - pilot.acceptance, tuning.curve
+    axes[1].semilogx(lost[lost < 0.5], found[lost < 0.5], "o", label="measured")
+    use = curve.acceptance > 0.5
+    axes[1].plot(1 - curve.acceptance[use], curve.efficiency[use], label="predicted")
     axes[1].axvline(1 - tuning.acceptance, color="0.7")
     axes[1].legend()
     acceptance_axis(axes[1])
