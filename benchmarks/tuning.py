@@ -40,8 +40,8 @@ from swindles.tuning import HMC, INTEGRATORS, Grid, repeat, run_grid
 RESULTS = Path(__file__).parent.parent / "book" / "results" / "tuning.csv"
 SIZES = {  # chains, warm-up and steps, of the grid and of the last runs; budget
     "logistic": ((128, 200, 400), (256, 200, 800), 1e6),
-    "item": ((32, 80, 240), (64, 80, 400), 4e5),
-    "sparse": ((64, 150, 350), (256, 300, 800), 4.5e5),
+    "item": ((32, 80, 240), (64, 80, 300), 4e5),
+    "sparse": ((64, 150, 350), (128, 200, 600), 4.5e5),
 }
 STEPS = {
     "logistic": 0.57 * 2 ** (-np.arange(8) / 3),
@@ -169,14 +169,14 @@ def compare(name):
         )
         print(f"{name} {kind} {time.perf_counter() - begin:.0f} s", flush=True)
 
-    def tuned(scheme, family=HMC):
+    def tuned(scheme, family=HMC, budget=budget):
         key = jax.random.key(0)
         return tuning.tune(key, scheme, problem, family, chains, budget)
 
     begin = time.perf_counter()
     grid = exhaustive(name)
     for scheme in (control, cva):
-        found = tuned(scheme)
+        found = tuned(scheme, budget=budget * (2 if scheme is cva else 1))
         print(found, flush=True)
         if scheme is control:
             path = Grid(*found.sizes.grid)
@@ -195,7 +195,7 @@ def compare(name):
         for (kind, (_, spent)), row in zip(three.items(), last, strict=True):
             add(kind, [row], spent)
     for family in list(INTEGRATORS.values())[1:]:
-        found = tuned(control, family)
+        found = tuned(control, family, budget=1e6)
         print(found, flush=True)
         one = Grid(*np.transpose([settings(found)]))
         last = measure(2, control, problem, known, one, size, family)
@@ -224,7 +224,10 @@ def write(rows):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("posterior", nargs="*", choices=[[], *SIZES], default=[])
-    for name in parser.parse_args().posterior or SIZES:
+    parser.add_argument("posterior", nargs="*", help=f"of {', '.join(SIZES)}")
+    wanted = parser.parse_args().posterior or list(SIZES)
+    if not set(wanted) <= set(SIZES):
+        parser.error(f"a posterior is one of {', '.join(SIZES)}")
+    for name in wanted:
         rows = compare(name)
         write([row for row in read() if row["posterior"] != name] + rows)

@@ -103,7 +103,9 @@ def test_rows_of_chains_that_lack_some():
     assert scheme_rows({"plus"}) == {"plain": ([0], [])}
     assert scheme_rows({"plus", "control"})["control"] == ([0], [1])
     assert scheme_rows({"plus", "minus"})["antithetic"] == ([0, 1], [])
-    assert list(scheme_rows({"plus", "minus", "control"}))[-1] == "cva"
+    every = scheme_rows({"plus", "minus", "control"})
+    assert list(every)[-1] == "cva" and every["cva"] == ([0, 1], [2, 3])
+    assert every["control"] == ([0], [2]) and every["antithetic"] == ([0, 1], [])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -240,6 +242,9 @@ def test_guard_on_rhat_and_acceptance():
     rhat = [1.0, 1.1, 1.2, 1.3, 2.0, 1.0]
     pilot = made_up([0.9] * 5 + [0.24], [0.1] * 6, rhat)
     np.testing.assert_allclose(trusted(pilot, 0.5), [1, 1, 0.5, 0, 0, 0])
+    mixed = pilot._replace(rhat=np.broadcast_to([1.0, 2.0], (6, 2)))
+    np.testing.assert_allclose(trusted(mixed, 1.0)[0], 1)  # the best statistic
+    np.testing.assert_allclose(trusted(mixed, 0.75)[0], 0.25)  # R-hat is 1.25 there
     hopeless = made_up([0.9, 0.1], [0.1, 0.1], [2.0, 2.0])
     assert trusted(hopeless, 0.5).tolist() == [1, 0]
 
@@ -368,7 +373,7 @@ BAD = {
     "half nan": (lambda x: jnp.where(x[0] > 0, jnp.nan, -x @ x), {}, "not finite"),
     "vector": (lambda x: -(x**2), {}, "one number"),
     "one chain": (standard_normal, {"num_chains": 1}, "16 or more"),
-    "small budget": (standard_normal, {"budget": 3e4}, "at least"),
+    "small budget": (standard_normal, {"budget": 8e4}, "times as much"),
     "quantile": (standard_normal, {"quantile": 50}, "worst statistic"),
 }
 

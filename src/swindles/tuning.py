@@ -312,8 +312,9 @@ def explore(
     if steps.min() < 8:
         least = 12 * leaps.size * trial.cost(leaps).max()
         raise ValueError(
-            f"{gradients:.3g} gradients are too few for {leaps.size} settings of up to "
-            f"{leaps.max()} leapfrog steps: give at least {least:.2g}, or fewer chains"
+            f"the budget is too small for {leaps.size} settings of up to {leaps.max()} "
+            f"leapfrog steps: give {least / gradients:.2g} times as much, or use fewer "
+            "chains"
         )
     keys = jax.random.split(key)
     states = repeat(states, leaps.size)
@@ -754,7 +755,8 @@ def tune(
     keys = jax.random.split(key, 3)
     begin = quick(keys[0], problem, family, num_chains=num_chains)
     trial = set_up(scheme, family, problem, begin.positions)
-    share = (budget - begin.gradients) / (2 if family.has_length else 1)
+    rest = max(budget - begin.gradients, budget / 2)
+    share = rest / (2 if family.has_length else 1)
     lengths, grid = None, spread_sizes(begin.step_size)
     if family.has_length:
         lengths = explore(keys[1], trial, grid_of_lengths(begin), share, progress)
