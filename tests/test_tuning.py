@@ -346,6 +346,22 @@ def test_interval_matches_the_spread_over_keys():
     assert 1 / 2.5 < ratio < 2.5
 
 
+def test_settings_that_are_too_dear_are_left_out():
+    trial = set_up(control, HMC, toy(), normal(16, 5))
+    counts = np.array([1, 2, 3, 50])
+    pilot = explore(KEY, trial, Grid(1 / counts, counts), 16 * 4 * 3 * 12)
+    assert pilot.grid.num_integration_steps.tolist() == [1, 2, 3]
+    assert pilot.num_steps.tolist() == [24, 12, 8]
+
+
+def test_curve_reaches_to_its_ends(first):
+    curve = first.curve
+    rate, efficiency = curve.at(curve.step_size[[0, -1]] * [1 - 1e-7, 1 + 1e-7])
+    np.testing.assert_allclose(rate, curve.acceptance[[0, -1]])
+    np.testing.assert_allclose(efficiency, curve.efficiency[[0, -1]])
+    assert curve.at(2 * curve.step_size[-1]) == (0, 0)
+
+
 def test_quantile_chooses_the_statistic():
     """One statistic is hard to predict: tuning for the worst one listens to it."""
     rate = np.array([0.5, 0.7, 0.85, 0.93, 0.97, 0.99])
@@ -373,7 +389,7 @@ BAD = {
     "half nan": (lambda x: jnp.where(x[0] > 0, jnp.nan, -x @ x), {}, "not finite"),
     "vector": (lambda x: -(x**2), {}, "one number"),
     "one chain": (standard_normal, {"num_chains": 1}, "16 or more"),
-    "small budget": (standard_normal, {"budget": 8e4}, "times as much"),
+    "small budget": (standard_normal, {"budget": 2e4}, "raise the budget"),
     "quantile": (standard_normal, {"quantile": 50}, "worst statistic"),
 }
 

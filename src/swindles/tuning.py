@@ -277,7 +277,7 @@ class Trial(NamedTuple):
         """The scheme that uses all the chains."""
         return list(scheme_rows(set(self.states)))[-1]
 
-    def cost(self, num_integration_steps: np.ndarray) -> np.ndarray:
+    def cost(self, num_integration_steps: Any) -> np.ndarray:
         """Gradients of the target in a step of all chains."""
         f, _ = scheme_rows(set(self.states))[self.scheme]
         num_chains = len(self.states["plus"].position)
@@ -303,19 +303,19 @@ def explore(
     """Run a trial at every setting of a grid, for the same number of gradients each.
 
     A third of the steps is a warm-up. All settings have the same starts and keys.
+    Settings whose trajectories are too long for a dozen steps are left out.
     """
     family, build, states, fold = trial
-    grid = Grid(jnp.asarray(grid[0], float), jnp.asarray(grid[1], int))
-    leaps = np.asarray(grid.num_integration_steps)
-    steps = (gradients / trial.cost(leaps) / leaps.size).astype(int)
-    warmup, steps = steps // 3, steps - steps // 3
-    if steps.min() < 8:
-        least = 12 * leaps.size * trial.cost(leaps).max()
+    steps = (gradients / trial.cost(grid[1]) / len(grid[1])).astype(int)
+    use = steps >= 12
+    if use.sum() < 3:
         raise ValueError(
-            f"the budget is too small for {leaps.size} settings of up to {leaps.max()} "
-            f"leapfrog steps: give {least / gradients:.2g} times as much, or use fewer "
-            "chains"
+            f"{gradients:.2g} gradients are too few for pilot runs with trajectories of "
+            f"{grid[1].min()} leapfrog steps: raise the budget, or use fewer chains"
         )
+    warmup, steps = steps[use] // 3, steps[use] - steps[use] // 3
+    grid = Grid(jnp.asarray(grid[0][use], float), jnp.asarray(grid[1][use], int))
+    leaps = np.asarray(grid.num_integration_steps)
     keys = jax.random.split(key)
     states = repeat(states, leaps.size)
     states, _ = run_grid(keys[0], build, grid, states, warmup, fold, progress=progress)
@@ -368,9 +368,13 @@ class Curve(NamedTuple):
 
     def at(self, step_size: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
         """Acceptance and efficiency at some step sizes; zeros out of range."""
-        x = np.asarray(step_size), self.step_size
-        rate = np.interp(*x, self.acceptance, left=0, right=0)
-        return rate, np.interp(*x, self.efficiency, left=0, right=0)
+        x, known = np.asarray(step_size), self.step_size
+        inside = (x > known[0] * (1 - 1e-5)) & (x < known[-1] * (1 + 1e-5))
+        both = (
+            np.interp(x, known, self.acceptance),
+            np.interp(x, known, self.efficiency),
+        )
+        return both[0] * inside, both[1] * inside
 
     @property
     def best(self) -> int:
