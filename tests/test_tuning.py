@@ -389,7 +389,7 @@ BAD = {
     "half nan": (lambda x: jnp.where(x[0] > 0, jnp.nan, -x @ x), {}, "not finite"),
     "vector": (lambda x: -(x**2), {}, "one number"),
     "one chain": (standard_normal, {"num_chains": 1}, "16 or more"),
-    "small budget": (standard_normal, {"budget": 2e4}, "raise the budget"),
+    "small budget": (standard_normal, {"budget": 5e3}, "raise the budget"),
     "quantile": (standard_normal, {"quantile": 50}, "worst statistic"),
 }
 

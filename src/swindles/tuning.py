@@ -308,9 +308,9 @@ def explore(
     family, build, states, fold = trial
     steps = (gradients / trial.cost(grid[1]) / len(grid[1])).astype(int)
     use = steps >= 12
-    if use.sum() < 3:
+    if not use.any():
         raise ValueError(
-            f"{gradients:.2g} gradients are too few for pilot runs with trajectories of "
+            f"{gradients:.2g} gradients are too few for pilot runs of at least "
             f"{grid[1].min()} leapfrog steps: raise the budget, or use fewer chains"
         )
     warmup, steps = steps[use] // 3, steps[use] - steps[use] // 3
