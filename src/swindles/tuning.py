@@ -630,10 +630,9 @@ def describe(tuning: Tuning) -> list[str]:
     _, guess = tuning.curve.at(pilot.grid.step_size)
     rows = zip(*pilot.grid, pilot.acceptance, left, rhat, found, guess, strict=True)
     return [
-        f"{pilot.family.name}, {scheme}: step size {tuning.step_size:.3g} (90 % "
-        f"interval {low:.2g} to {high:.2g}), {tuning.num_integration_steps} to a "
-        f"trajectory; acceptance {tuning.acceptance:.4f}",
-        f"{tuning.gradients:,} gradients spent",
+        f"{pilot.family.name}, {scheme}: step size {tuning.step_size:.3g} "
+        f"({low:.2g} to {high:.2g}), {tuning.num_integration_steps} to a trajectory",
+        f"acceptance {tuning.acceptance:.4f}, {tuning.gradients:,} gradients spent",
         "   step  leaps  accept    left  R-hat  ESS/grad  predicted",
         *(
             f"{size:7.3f}{leaps:7d}{rate:8.4f}{rest:8.4f}{r:7.2f}{ess:10.3g}{p:11.3g}"
