@@ -132,7 +132,7 @@ class ControlSums(NamedTuple):
     feature: Moments  # of g(Y), averaged over Y and -Y if there are two
     gram: Total  # (groups, features, features): g g^T
     cross: Total  # (groups, features, dim): g f^T
-    total: Total  # (groups, 1 + features + dim): 1, g and f, over the same steps
+    total: Total  # (groups, 1 + dim + features): 1, f and g, over the same steps
 
 
 def feature_values(feature: Callable, states: dict[str, Any]) -> Array:
@@ -180,7 +180,7 @@ def add_products(
 ) -> list[Total]:
     """Add one step of all chains to the sums for the regression."""
     one = jnp.ones_like(values[..., :1])
-    everything = jnp.concatenate([one, features, values], -1)
+    everything = jnp.concatenate([one, values, features], -1)
     total = product(one, everything).reshape(NUM_GROUPS, -1)
     parts = product(features, features), product(features, values), total
     return [Total(old.value + new) for old, new in zip(sums, parts, strict=True)]
@@ -291,7 +291,7 @@ def covariances(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Covariances of features with features and with f, over some groups of chains."""
     number, *means = sums.total.value[groups].sum(0)
-    g, f = np.split(np.array(means) / number, [sums.gram.value.shape[1]])
+    f, g = np.split(np.array(means) / number, [sums.pairs.plus.total.shape[-1]])
     gram, cross = (t.value[groups].sum(0) / number for t in (sums.gram, sums.cross))
     if gram.ndim == 1:
         return gram - g * g, cross - g * f

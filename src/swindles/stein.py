@@ -171,7 +171,7 @@ def fold_stein(
 def take(sums: SteinSums, order: Order) -> SteinSums:
     """The sums that a run with features of this order, or less, would have kept."""
     width = int(np.sum(sums.level[0] <= ORDERS.index(order)))
-    feature = sums.controls.feature
+    feature, dim = sums.controls.feature, sums.controls.pairs.plus.total.shape[-1]
     controls = sums.controls._replace(
         feature=feature._replace(
             center=feature.center[..., :width],
@@ -180,6 +180,7 @@ def take(sums: SteinSums, order: Order) -> SteinSums:
         ),
         gram=Total(sums.controls.gram.value[:, :width, :width]),
         cross=Total(sums.controls.cross.value[:, :width]),
+        total=Total(sums.controls.total.value[:, : 1 + dim + width]),
     )
     return SteinSums(controls, sums.level[:, :width], Total(sums.size.value[:width]))
 
