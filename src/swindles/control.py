@@ -212,7 +212,7 @@ def fold_features(
         values = values_in(statistic, states, len(features)) - sums.pairs.plus.center
         moments = add_step(sums.feature, features.mean(0))
         more = partial(add, features=features - center, values=values)
-        turn = moments.steps % every == 0
+        turn = (moments.steps - 1) % every == 0
         parts = jax.lax.cond(turn, more, lambda same: same, list(sums[2:]))
         return ControlSums(update_pairs(sums.pairs, states, infos), moments, *parts)
 

@@ -6,6 +6,7 @@ Mirrored from book/stein.md: edit there, then run `make mirror`.
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -33,11 +34,13 @@ from swindles.control import (
     exact,
     feature_values,
     fold_features,
+    products,
     solve_beta,
 )
-from swindles.coupling import Sampler, Total, run, start
+from swindles.coupling import Sampler, Total, couple, run, start
 from swindles.cva import cva
 from swindles.latent import Problem, known_expectation
+from swindles.transport import standard_normal
 
 Order = Literal["none", "first", "diagonal", "full"]
 ORDERS: tuple[Order, ...] = get_args(Order)
@@ -185,58 +188,89 @@ def take(sums: SteinSums, order: Order) -> SteinSums:
     return SteinSums(controls, sums.level[:, :width], Total(sums.size.value[:width]))
 
 
-PENALTIES = (np.inf, *10.0 ** np.arange(1, -9, -1))
+PENALTIES = 10.0 ** np.arange(1, -9, -1)
 
 
-def ridge_path(gram: np.ndarray, cross: np.ndarray) -> Callable[[float], np.ndarray]:
-    """Ridge coefficients as a function of the penalty, from one eigendecomposition.
+class Ridge(NamedTuple):
+    """Ridge regression on standardised features, in the basis of eigenvectors."""
 
-    Features are standardised first; those that do not vary get the coefficient zero.
+    scale: np.ndarray  # (features,): standard deviations; infinite for constants
+    values: np.ndarray  # (features,): eigenvalues of the correlations
+    vectors: np.ndarray  # (features, features)
+    cross: np.ndarray  # (features, dim): covariances with f, in that basis
+
+    def weights(self, penalty: float) -> np.ndarray:
+        """The coefficients in the basis of eigenvectors."""
+        return self.cross / (np.maximum(self.values, 0) + penalty)[:, None]
+
+    def beta(self, penalty: float) -> np.ndarray:
+        """The coefficients of the features: (features, dim)."""
+        return (self.vectors @ self.weights(penalty)) / self.scale[:, None]
+
+    def left(self, gram: np.ndarray, cross: np.ndarray) -> list[np.ndarray]:
+        """Variance left where these are the covariances, for every penalty."""
+        turn = self.vectors / self.scale[:, None]
+        gram, cross = turn.T @ gram @ turn, turn.T @ cross
+        tried = map(self.weights, PENALTIES)
+        return [(w * (gram @ w - 2 * cross)).sum(0) for w in tried]
+
+
+def ridge(gram: np.ndarray, cross: np.ndarray) -> Ridge:
+    """Prepare a ridge regression for all penalties: one eigendecomposition.
+
+    Features that do not vary get the coefficient zero.
 
     Examples
     --------
-    >>> path = ridge_path(np.diag([4.0, 0.0]), np.array([[2.0], [0.0]]))
-    >>> path(0.001).round(3).tolist(), path(1.0).tolist(), path(np.inf).tolist()
-    ([[0.5], [0.0]], [[0.25], [0.0]], [[0.0], [0.0]])
+    >>> fit = ridge(np.diag([4.0, 0.0]), np.array([[2.0], [0.0]]))
+    >>> fit.beta(0.0001).round(3).tolist(), fit.beta(1.0).tolist()
+    ([[0.5], [0.0]], [[0.25], [0.0]])
     """
-    deviation = np.sqrt(np.maximum(np.diagonal(gram), 0))
-    scale = np.where(deviation > 0, deviation, np.inf)
+    variance = np.diagonal(gram)
+    scale = np.sqrt(np.where(variance > 0, variance, np.inf))
     values, vectors = np.linalg.eigh(gram / np.outer(scale, scale))
-    rotated = vectors.T @ (cross / scale[:, None])
-
-    def coefficients(penalty: float) -> np.ndarray:
-        shrunk = rotated / (np.maximum(values, 0) + penalty)[:, None]
-        return (vectors @ shrunk) / scale[:, None]
-
-    return coefficients
+    return Ridge(scale, values, vectors, vectors.T @ (cross / scale[:, None]))
 
 
-def candidates(
+class Candidates(NamedTuple):
+    """Coefficients that were fitted on some chains, to be tried on others."""
+
+    own: np.ndarray  # the paper's diagonal ones; no rows without a control chain
+    ridges: list[Ridge]  # of the features up to each level
+
+    def left(self, gram: np.ndarray, cross: np.ndarray) -> np.ndarray:
+        """What each candidate makes of the variance of f: (candidates, dim)."""
+        n = len(self.own)
+        found = [(self.own * (gram[:n, :n] @ self.own - 2 * cross[:n])).sum(0)]
+        for fit in self.ridges:
+            n = len(fit.scale)
+            found += fit.left(gram[:n, :n], cross[:n])
+        return np.stack(found)
+
+    def beta(self, number: int) -> np.ndarray:
+        """The coefficients of one candidate: (features, dim)."""
+        if number == 0:
+            return self.own
+        ridge, penalty = divmod(number - 1, len(PENALTIES))
+        return self.ridges[ridge].beta(PENALTIES[penalty])
+
+
+def fit_candidates(
     gram: np.ndarray, cross: np.ndarray, level: np.ndarray
-) -> list[Callable[[], np.ndarray]]:
-    """Coefficients worth a trial, as functions that work them out.
-
-    The paper's diagonal ones, when there is a control chain; then, for the features up
-    to each level, ridge with every penalty.
-    """
+) -> Candidates:
+    """Fit everything worth a trial to the covariances of some chains."""
     own = int(np.sum(level == 0))
-    found: list[Callable] = []
-    if own:
-        pair = np.diagonal(gram)[:own], np.diagonal(cross)[:own]
-        found.append(partial(solve_beta, *pair))
-    for width in np.flatnonzero(np.diff(level, append=level[-1] + 1)) + 1:
-        path = ridge_path(gram[:width, :width], cross[:width])
-        found += [partial(path, penalty) for penalty in PENALTIES]
-    return found
+    diagonals = np.diagonal(gram)[:own], np.diagonal(cross)[:own]
+    widths = [int(np.sum(level <= last)) for last in np.unique(level)]
+    return Candidates(
+        solve_beta(*diagonals) if own else np.zeros((0, cross.shape[1])),
+        [ridge(gram[:width, :width], cross[:width]) for width in widths],
+    )
 
 
-def remaining(beta: np.ndarray, gram: np.ndarray, cross: np.ndarray) -> np.ndarray:
-    """Variance of f - beta^T g, less that of f: (dim,)."""
-    width = len(beta)
-    return (beta * (gram[:width, :width] @ beta - 2 * cross[:width])).sum(0)
-
-
-def tables(sums: SteinSums, known: Expectation, groups: list[int]) -> tuple:
+def tables(
+    sums: SteinSums, known: Expectation, groups: list[int]
+) -> tuple[np.ndarray, np.ndarray]:
     """Covariances over some groups of chains, for a choice of coefficients.
 
     The error of a mean that is known from draws counts as variance of its feature.
@@ -259,21 +293,16 @@ def fit_stein(sums: SteinSums, known: Expectation) -> np.ndarray:
     statistic, by the variance that it leaves in the chains it was not fitted on.
     """
     everyone = list(range(NUM_GROUPS))
-    tests = [tables(sums, known, [group]) for group in everyone]
-    tried = []
-    for group in everyone:
-        gram, cross = tables(sums, known, [k for k in everyone if k != group])
-        tried.append(candidates(gram, cross, sums.level[0]))
-    left = [
-        [remaining(beta(), *test) for beta in row]
-        for row, test in zip(tried, tests, strict=True)
-    ]
+    others = [[k for k in everyone if k != group] for group in everyone]
+    trains = [tables(sums, known, groups) for groups in others]
+    fits = [fit_candidates(gram, cross, sums.level[0]) for gram, cross in trains]
+    left = [fit.left(*tables(sums, known, [k])) for k, fit in enumerate(fits)]
     best = np.sum(left, axis=0).argmin(0)
     betas = np.zeros((NUM_GROUPS, *sums.controls.cross.value.shape[1:]))
-    for row, beta in zip(tried, betas, strict=True):
-        for choice in np.unique(best):
-            chosen = row[choice]()
-            beta[: len(chosen), best == choice] = chosen[:, best == choice]
+    for fit, beta in zip(fits, betas, strict=True):
+        for number in np.unique(best):
+            chosen = fit.beta(number)
+            beta[: len(chosen), best == number] = chosen[:, best == number]
     return betas
 
 
@@ -297,14 +326,217 @@ def estimate_stein(
     [1.0, 1.0]
     """
     sums = take(sums, order)
-    pairs = estimate_pairs(sums.controls.pairs)
-    if sums.level.size == 0:
-        return pairs
-    stein = np.sum(sums.level[0] > 0)
-    known = known_means(None if stein == sums.level[0].size else expectation, stein)
-    result = estimate_controls(sums.controls, known, fit_stein(sums, known))
-    size = np.sqrt(sums.size.value / np.sum(sums.controls.feature.steps))
-    dtype = sums.controls.feature.total.dtype
-    magnitude = np.abs(result.estimate.mean) + size @ np.abs(result.beta)
-    rounding = np.finfo(dtype).eps * magnitude
-    return result._replace(estimate=result.estimate._replace(rounding=rounding))
+    controls, level = sums.controls, sums.level[0]
+    result = estimate_pairs(controls.pairs)
+    if level.size == 0:
+        return result
+    known = known_means(expectation if level[0] == 0 else None, np.sum(level > 0))
+    found = estimate_controls(controls, known, fit_stein(sums, known))
+    both = target_variance(controls.pairs.plus), target_variance(controls.pairs.average)
+    predicted = found.rho["control"] * np.sqrt(np.divide(*both))
+    rho = result.rho | {"features": np.minimum(predicted, 1)}
+    size = np.sqrt(sums.size.value / np.sum(controls.feature.steps))
+    magnitude = np.abs(found.estimate.mean) + size @ np.abs(np.asarray(found.beta))
+    rounding = np.finfo(controls.feature.total.dtype).eps * magnitude
+    return found._replace(rho=rho, estimate=found.estimate._replace(rounding=rounding))
+
+
+def stein_swindle(
+    key: Array,
+    scheme: Callable,
+    sampler: Sampler,
+    problem: Problem,
+    num_chains: int,
+    num_steps: int,
+    warmup: int,
+    order: Order = "full",
+    expectation: Expectation | None = None,
+) -> Result:
+    """Run a scheme with Stein features, as ``latent.swindle`` does without them.
+
+    ``expectation``, the mean of the statistic under Q, is worked out when there is a
+    control chain and it is not given.
+
+    Examples
+    --------
+    >>> from swindles.coupling import hmc
+    >>> from swindles.transport import identity
+    >>> problem = Problem(lambda x: -jnp.sum(jnp.cosh(x)), identity(2), 2, jnp.square)
+    >>> key = jax.random.key(0)
+    >>> result = stein_swindle(key, antithetic, hmc(0.5, 3), problem, 32, 100, 20)
+    >>> bool(result.estimate.ess.min() > 5 * result.estimate.num_draws)
+    True
+    """
+    keys = jax.random.split(key, 4)
+    algorithm = scheme(sampler, problem.latent())
+    states = start(algorithm, jax.random.normal(keys[0], (num_chains, problem.dim)))
+    if expectation is None and "control" in states:
+        expectation = known_expectation(keys[3], problem)
+    features = plan_features(states, order, expectation)[1].size
+    # Fifty draws for each feature fit the coefficients well enough.
+    every = max(num_chains * num_steps // (50 * max(features, 1)), 1)
+    fold = fold_stein(problem.feature(), states, order, expectation, every)
+    states, _ = run(keys[1], algorithm, states, warmup, fold)
+    _, sums = run(keys[2], algorithm, states, num_steps, fold)
+    return estimate_stein(sums, expectation, order)
+
+
+SCHEMES: dict[str, tuple[Callable, tuple[str, ...]]] = {
+    "plain": (plain, ("plus",)),
+    "antithetic": (antithetic, ("plus", "minus")),
+    "control": (control, ("plus", "control")),
+    "cva": (cva, ("plus", "minus", "control")),
+}
+
+
+def only(chains: tuple[str, ...], states: dict[str, Any]) -> dict[str, Any]:
+    """The states, or infos, of some chains."""
+    return {name: states[name] for name in chains}
+
+
+def fold_schemes(
+    statistic: Callable,
+    states: dict[str, Any],
+    order: Order,
+    expectation: Expectation,
+) -> tuple[Any, Callable]:
+    """Sums for all four schemes from one run of the chains of CVA."""
+    folds = {
+        name: fold_stein(statistic, only(chains, states), order, expectation)
+        for name, (_, chains) in SCHEMES.items()
+    }
+
+    def update(sums: dict, states: dict, infos: dict) -> dict:
+        return {
+            name: folds[name][1](sums[name], only(chains, states), only(chains, infos))
+            for name, (_, chains) in SCHEMES.items()
+        }
+
+    return {name: zero for name, (zero, _) in folds.items()}, update
+
+
+def seconds(action: Callable[[], Any]) -> float:
+    """The shortest of three times, after a call that compiles."""
+    times = []
+    for _ in range(4):
+        begin = time.perf_counter()
+        jax.block_until_ready(action())
+        times.append(time.perf_counter() - begin)
+    return min(times[1:])
+
+
+class Prices(NamedTuple):
+    """Seconds that the parts of one step take."""
+
+    target: float  # a chain on the posterior
+    reference: float  # a chain on Q
+    product: float  # one product of two features, summed over all chains
+
+    def step(self, scheme: str, num_features: int, dim: int) -> float:
+        """Seconds of a step of a scheme with so many features and statistics."""
+        chains = SCHEMES[scheme][1]
+        targets = len(chains) - ("control" in chains)
+        products = num_features * (num_features + dim)
+        price = targets * self.target + products * self.product
+        return price + ("control" in chains) * self.reference
+
+
+def price(sampler: Sampler, problem: Problem, states: dict, features: Array) -> Prices:
+    """Time the parts of a step at the states of a pilot run."""
+
+    def steps(name: str, logdensity: Callable) -> float:
+        algorithm = couple(**{name: sampler(logdensity)})
+        mine = only((name,), states)
+        key = jax.random.key(0)
+        go = partial(run, key, algorithm, mine, 10, num_blocks=1, progress=False)
+        return seconds(go) / 10
+
+    multiply = jax.jit(products)
+    each = seconds(lambda: multiply(features, features)) / features.shape[-1] ** 2
+    target, reference = problem.latent(), standard_normal
+    return Prices(steps("plus", target), steps("control", reference), each)
+
+
+class Choice(NamedTuple):
+    """The scheme and the order of Stein features that promise most."""
+
+    scheme: Callable
+    order: Order
+    forecast: dict[tuple[str, Order], float]  # effective draws a second
+
+    def __str__(self) -> str:
+        """One line to read."""
+        first, second, *_ = sorted(self.forecast.items(), key=lambda x: -x[1])
+        alone = self.forecast["plain", "none"]
+        return (
+            f"use {describe(*first[0])}: {first[1]:.3g} effective draws a second, "
+            f"{first[1] / alone:.3g} times a plain chain; the next best is "
+            f"{describe(*second[0])} with {second[1]:.3g}"
+        )
+
+
+def describe(scheme: str, order: Order) -> str:
+    """What to call a candidate."""
+    return f"{scheme} with {'no' if order == 'none' else order} Stein features"
+
+
+def highest_order(states: dict[str, Any], expectation: Expectation) -> Order:
+    """The highest order whose features exist and are not too many."""
+    if not hasattr(states["plus"], "logdensity_grad"):
+        return "none"
+    dim = pair_values(lambda z: z, states).shape[-1]
+    room = MOST_FEATURES - expectation.mean.size
+    return max((o for o in ORDERS if levels(dim, o).size <= room), key=ORDERS.index)
+
+
+def draws_per_second(
+    sums: SteinSums, known: Expectation, scheme: str, order: Order, prices: Prices
+) -> float:
+    """Effective draws a second, from pilot sums: geometric mean over statistics."""
+    estimate = estimate_stein(sums, known, order).estimate
+    error = np.maximum(estimate.mcse, estimate.rounding)
+    number = take(sums, order).level.shape[1]
+    steps = np.sum(sums.controls.feature.steps)
+    time = steps * prices.step(scheme, number, estimate.mean.size)
+    return float(np.exp(np.mean(np.log(estimate.variance / error**2))) / time)
+
+
+def choose(
+    key: Array,
+    sampler: Sampler,
+    problem: Problem,
+    num_chains: int = 64,
+    num_steps: int = 200,
+    expectation: Expectation | None = None,
+) -> Choice:
+    """Choose scheme and Stein features by a pilot run, and print why.
+
+    The pilot runs the chains of CVA, the first third of its steps for warm-up. It
+    predicts the effective draws a second of every scheme with every order: a geometric
+    mean over the statistics.
+
+    Examples
+    --------
+    >>> from swindles.coupling import hmc
+    >>> from swindles.transport import identity
+    >>> problem = Problem(lambda x: -jnp.sum(jnp.cosh(x)), identity(2), 2, jnp.square)
+    >>> choice = choose(jax.random.key(0), hmc(0.5, 3), problem)  # doctest: +ELLIPSIS
+    use ... with ... Stein features: ... effective draws a second, ...
+    """
+    keys = jax.random.split(key, 4)
+    algorithm = cva(sampler, problem.latent())
+    states = start(algorithm, jax.random.normal(keys[0], (num_chains, problem.dim)))
+    known = expectation or known_expectation(keys[3], problem)
+    order, feature = highest_order(states, known), problem.feature()
+    fold = fold_schemes(feature, states, order, known)
+    states, _ = run(keys[1], algorithm, states, num_steps // 3, fold)
+    states, sums = run(keys[2], algorithm, states, num_steps - num_steps // 3, fold)
+    prices = price(sampler, problem, states, all_features(feature, order, states)[:1])
+    forecast = {
+        (scheme, low): draws_per_second(sums[scheme], known, scheme, low, prices)
+        for scheme, low in product(SCHEMES, ORDERS[: ORDERS.index(order) + 1])
+    }
+    scheme, best = max(forecast, key=lambda name: forecast[name])
+    choice = Choice(SCHEMES[scheme][0], best, forecast)
+    print(choice)
+    return choice
