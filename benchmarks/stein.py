@@ -1,4 +1,4 @@
-"""What a second of sampling buys: all schemes with all Stein features, three posteriors.
+"""What a second of sampling buys, for all schemes with all Stein features.
 
     python benchmarks/stein.py
 

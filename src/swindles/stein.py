@@ -37,7 +37,14 @@ from swindles.control import (
     products,
     solve_beta,
 )
-from swindles.coupling import Sampler, Total, couple, run, start
+from swindles.coupling import (
+    Sampler,
+    Total,
+    couple,
+    require_positive,
+    run,
+    start,
+)
 from swindles.cva import cva
 from swindles.latent import Problem, known_expectation
 from swindles.transport import standard_normal
@@ -69,13 +76,11 @@ def stein_features(z: Array, score: Array, order: Order) -> Array:
     >>> stein_features(z, -z, "full").tolist()
     [-1.0, -2.0, 0.0, -3.0, -4.0]
     """
-    rows, columns = np.triu_indices(z.shape[-1], 1)
-    blocks = [
-        score,
-        1 + z * score,
-        z[..., rows] * score[..., columns] + z[..., columns] * score[..., rows],
-    ]
-    return jnp.concatenate([z[..., :0], *blocks[: ORDERS.index(order)]], -1)
+    blocks = [z[..., :0], score, 1 + z * score][: ORDERS.index(order) + 1]
+    if order == "full":
+        i, j = np.triu_indices(z.shape[-1], 1)
+        blocks.append(z[..., i] * score[..., j] + z[..., j] * score[..., i])
+    return jnp.concatenate(blocks, -1)
 
 
 def scores(states: dict[str, Any]) -> Array:
@@ -105,7 +110,7 @@ class SteinSums(NamedTuple):
     """Running sums of a run with Stein features."""
 
     controls: ControlSums  # of all features, averaged over X+ and X-
-    level: Array  # (features,): 0 for the control chain's, then as ``levels``
+    level: Any  # (features,): 0 for the control chain's, then as ``levels``
     size: Total  # (features,): squares of the features at each of X+ and X-
 
 
@@ -152,6 +157,7 @@ def fold_stein(
     ``expectation`` is the mean of the statistic under Q, for schemes with a control
     chain. Products for the regression are summed at every ``every``-th step.
     """
+    require_positive(every=every)
     known, level = plan_features(states, order, expectation)
     observe = partial(all_features, statistic, order)
 
