@@ -4,16 +4,18 @@
 
 For every combination: the standard error of a posterior mean and of a second moment
 after one second of sampling, in posterior standard deviations of the statistic, median
-over the parameters. Errors fall with the square root of the seconds. Compilation,
-warm-up and the regression at the end are not counted; the seconds of the latter are
-printed beside. Below each table is what ``stein.choose`` says after a short pilot run.
-It takes a quarter of an hour on one core. Name posteriors to have only those:
+over the parameters. Errors fall with the square root of the seconds. The time of a step
+is the best of several short runs. Compilation, warm-up and the regression at the end
+are not counted; the seconds of the latter are printed beside. Below each table is what
+``stein.choose`` says after a short pilot run. It takes a quarter of an hour on one
+core. Name posteriors to have only those:
 
     python benchmarks/stein.py logistic sparse
 """
 
 import sys
 import time
+from functools import partial
 from importlib.resources import files
 
 import jax
@@ -30,7 +32,7 @@ SETTINGS = {
     "item response": (0.3, 5, 64, 100, 400, "diagonal"),
     "sparse": (0.2, 5, 128, 300, 600, "full"),
 }
-SHORT_RUN = 20  # steps, to compile
+SHORT_RUN = 20  # steps, to be timed several times
 
 
 def moments(x):
@@ -63,15 +65,14 @@ def measure(name, problem, known, scheme, order):
     number = stein.plan_features(states, order, known)[1].size
     every = max(chains * steps // (50 * max(number, 1)), 1)
     fold = stein.fold_stein(problem.feature(), states, order, known, every)
-    run(keys[2], algorithm, states, SHORT_RUN, fold)
-    begin = time.perf_counter()
+    short = partial(run, keys[2], algorithm, states, SHORT_RUN, fold, 1, False)
+    step = min(stein.seconds(short) for _ in range(2)) / SHORT_RUN
     _, sums = run(keys[2], algorithm, states, steps, fold)
-    seconds = time.perf_counter() - begin
     begin = time.perf_counter()
     estimate = stein.estimate_stein(sums, known, order).estimate
     solve = time.perf_counter() - begin
-    error = np.sqrt(seconds / estimate.ess).reshape(2, -1)
-    return np.median(error, axis=1), seconds / steps, solve
+    error = np.sqrt(step * steps / estimate.ess).reshape(2, -1)
+    return np.median(error, axis=1), step, solve
 
 
 if __name__ == "__main__":

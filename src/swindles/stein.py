@@ -339,7 +339,8 @@ def estimate_stein(
     known = known_means(expectation if level[0] == 0 else None, np.sum(level > 0))
     found = estimate_controls(controls, known, fit_stein(sums, known))
     both = target_variance(controls.pairs.plus), target_variance(controls.pairs.average)
-    predicted = found.rho["control"] * np.sqrt(np.divide(*both))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        predicted = found.rho["control"] * np.sqrt(np.divide(*both))
     rho = result.rho | {"features": np.minimum(predicted, 1)}
     size = np.sqrt(sums.size.value / np.sum(controls.feature.steps))
     magnitude = np.abs(found.estimate.mean) + size @ np.abs(np.asarray(found.beta))
@@ -463,6 +464,11 @@ def price(sampler: Sampler, problem: Problem, states: dict, features: Array) -> 
     return Prices(steps("plus", target), steps("control", reference), each)
 
 
+def describe(scheme: str, order: Order) -> str:
+    """What to call a candidate."""
+    return f"{scheme} with {'no' if order == 'none' else order} Stein features"
+
+
 class Choice(NamedTuple):
     """The scheme and the order of Stein features that promise most."""
 
@@ -479,11 +485,6 @@ class Choice(NamedTuple):
             f"{first[1] / alone:.3g} times a plain chain; the next best is "
             f"{describe(*second[0])} with {second[1]:.3g}"
         )
-
-
-def describe(scheme: str, order: Order) -> str:
-    """What to call a candidate."""
-    return f"{scheme} with {'no' if order == 'none' else order} Stein features"
 
 
 def highest_order(states: dict[str, Any], expectation: Expectation) -> Order:
