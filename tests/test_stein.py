@@ -56,18 +56,17 @@ def round_problem(target, statistic=moments):
 def sparse_problem(statistic=lambda x: x):
     target = sparse_logistic_regression()
     to_x = load(files("swindles") / "data" / "sparse_flow.npz")
-    to_x = jax.tree.map(lambda leaf: jnp.asarray(leaf, float), to_x)
     return Problem(target.logdensity, to_x, 51, statistic)
 
 
-def sums_of(problem, scheme, sampler, sizes, order="full", known=None):
+def sums_of(problem, scheme, sampler, sizes, order="full", known=None, every=1):
     """Running sums of chains x steps after a warm-up, as ``stein_swindle`` has them."""
     chains, warmup, steps = sizes
     keys = jax.random.split(KEY, 3)
     algorithm = scheme(sampler, problem.latent())
     z = jax.random.normal(keys[0], (chains, problem.dim), float)
     states = start(algorithm, z)
-    fold = fold_stein(problem.feature(), states, order, known)
+    fold = fold_stein(problem.feature(), states, order, known, every)
     states, _ = run(keys[1], algorithm, states, warmup, fold)
     return run(keys[2], algorithm, states, steps, fold)[1]
 
@@ -121,8 +120,10 @@ MEAN, COVARIANCE = (
 EXACT = {"float32": 2e-5, "float64": 1e-7}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    [*((scheme, "float32") for scheme in SCHEMES), ("antithetic", "float64")],
+)
 def test_no_error_on_a_gaussian(scheme, dtype):
     """First order for linear statistics, second for quadratic ones, with a poor map."""
     with jax.enable_x64(dtype == "float64"):
@@ -171,7 +172,13 @@ def test_running_estimate_equals_the_stored_trace():
     problem = round_problem(skewed(2))
     algorithm = antithetic(hmc(0.4, 4), problem.latent())
     states = start(algorithm, jax.random.normal(KEY, (32, 2)))
-    _, sums = run(KEY, algorithm, states, 60, fold_stein(problem.feature(), states))
+    fold = fold_stein(problem.feature(), states)
+    _, sums = run(KEY, algorithm, states, 60, fold)
+    _, longer = run(KEY, algorithm, states, 600, fold)
+    bytes_kept = [
+        sum(leaf.nbytes for leaf in jax.tree.leaves(kept)) for kept in (sums, longer)
+    ]
+    assert bytes_kept[0] == bytes_kept[1]
     _, trace = record(KEY, algorithm, states, 60)
     slope = jax.vmap(jax.vmap(jax.grad(problem.latent())))
     f, g = 0, 0
@@ -321,7 +328,7 @@ def test_features_of_skewed_toys_have_mean_zero(target, dtype):
 
 # Repeats
 
-REPEATS, CHAINS, WARMUP, STEPS = 200, 16, 40, 60
+REPEATS, CHAINS, WARMUP, STEPS, BLOCKS = 200, 16, 40, 60, 20
 LEVEL, CHANCE = 0.95, 1e-4  # the chance is two-sided, for each statistic
 WORSE = 1.05  # the most that more features may add to the error
 
@@ -350,18 +357,18 @@ class Repeats:
     chain are added up over the steps.
     """
 
-    def __init__(self, problem, sampler, scheme, known):
-        self.known = known
+    def __init__(self, problem, sampler, scheme, known, steps=STEPS):
+        self.known, self.steps = known, steps
         algorithm = SCHEMES[scheme][0](sampler, problem.latent())
         z = jax.random.normal(KEY, (REPEATS * CHAINS, problem.dim))
         states, _ = run(jax.random.key(1), algorithm, start(algorithm, z), WARMUP)
-        _, trace = record(jax.random.key(2), algorithm, states, STEPS, keep)
+        _, trace = record(jax.random.key(2), algorithm, states, steps, keep)
         # From (steps, repeats x chains, ...) to (repeats, chains x steps, ...).
         self.trace = jax.tree.map(
             lambda x: (
-                x.reshape(STEPS, REPEATS, CHAINS, *x.shape[2:])
+                x.reshape(steps, REPEATS, CHAINS, *x.shape[2:])
                 .transpose(1, 2, 0, *range(3, x.ndim + 1))
-                .reshape(REPEATS, CHAINS * STEPS, *x.shape[2:])
+                .reshape(REPEATS, CHAINS * steps, *x.shape[2:])
             ),
             trace,
         )
@@ -374,17 +381,14 @@ class Repeats:
         sums = jax.device_get(self.update(self.zero, states, infos))
 
         def moments(m):
-            halves = [
-                a.reshape(CHAINS, 2, STEPS // 2, -1).sum(2).swapaxes(0, 1)
+            total, square = (
+                a.reshape(CHAINS, BLOCKS, self.steps // BLOCKS, -1)
+                .sum(2)
+                .swapaxes(0, 1)
                 for a in (m.total, m.square)
-            ]
-            center = np.stack([m.center] * 2)
-            return m._replace(
-                center=center,
-                steps=np.full(2, STEPS / 2),
-                total=halves[0],
-                square=halves[1],
             )
+            center = np.stack([m.center] * BLOCKS)
+            return type(m)(center, np.full(BLOCKS, self.steps / BLOCKS), total, square)
 
         controls, level, size = sums
         pairs = controls.pairs
@@ -401,7 +405,7 @@ class Repeats:
             ),
             feature=moments(controls.feature),
         )
-        size = size._replace(value=np.asarray(size.value, np.float64) * STEPS)
+        size = size._replace(value=np.asarray(size.value, np.float64) * self.steps)
         return stein.SteinSums(controls, level[None], size)
 
     def estimates(self):
@@ -451,7 +455,8 @@ def test_repeats_on_a_skewed_target(scheme):
     problem = round_problem(target)
     known = known_expectation(KEY, problem)
     truth = np.concatenate([target.truth["mean"], target.truth["square"]])
-    estimates = Repeats(problem, hmc(0.4, 4), scheme, known).estimates()
+    # Squares have a long tail here: 60 steps of 16 chains are too few for Student's t.
+    estimates = Repeats(problem, hmc(0.4, 4), scheme, known, 240).estimates()
     check_repeats(estimates, truth)
 
 
@@ -484,32 +489,17 @@ def test_full_second_order_takes_little_time():
     assert best["full"] < WALL * best["none"], best
 
 
-def test_thinned_products_cost_little_accuracy():
+def test_thinned_products_cost_little_accuracy(logistic):
     """Coefficients from every third step: 60 draws for each of the 350 features."""
     problem = round_problem(logistic_regression())
-    algorithm = antithetic(hmc(0.3, 5), problem.latent())
-    states = start(algorithm, jax.random.normal(KEY, (128, 25)))
-    states, _ = run(KEY, algorithm, states, 100)
-    ess = {}
-    for every in (1, 3):
-        fold = fold_stein(problem.feature(), states, every=every)
-        _, sums = run(KEY, algorithm, states, 500, fold)
-        count = sums.controls.total.value[:, 0].sum()
-        assert count == 128 * 20 * -(-25 // every)
-        ess[every] = np.median(estimate_stein(sums).estimate.ess)
-    assert ess[3] > 0.9 * ess[1]
-
-
-def test_sums_do_not_grow_with_the_steps():
-    problem = round_problem(skewed(3))
-    sizes = [
-        sum(
-            x.nbytes
-            for x in jax.tree.leaves(sums_of(problem, antithetic, hmc(0.3, 3), size))
-        )
-        for size in ((16, 5, 40), (16, 5, 400))
-    ]
-    assert sizes[0] == sizes[1]
+    thinned = sums_of(problem, antithetic, hmc(0.3, 5), LOGISTIC, every=3)
+    count = thinned.controls.total.value[:, 0].sum()
+    assert count == 128 * 20 * -(-25 // 3)
+    few, all_of_them = (
+        np.median(estimate_stein(sums).estimate.ess)
+        for sums in (thinned, logistic["float32"])
+    )
+    assert few > 0.9 * all_of_them
 
 
 # The choice

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from swindles.accuracy import target_variance
+from swindles.accuracy import block_means, target_variance
 from swindles.antithetic import (
     Result,
     antithetic,
@@ -34,6 +34,7 @@ from swindles.control import (
     exact,
     feature_values,
     fold_features,
+    group_edges,
     products,
     solve_beta,
 )
@@ -292,17 +293,37 @@ def tables(
     return gram, cross
 
 
+def block_tables(
+    sums: SteinSums, known: Expectation, group: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Covariances of block means over one group of chains, for a trial.
+
+    They are multiplied by the steps of a block: if steps were independent, these would
+    be the covariances of a step.
+    """
+    moments = sums.controls.feature
+    chains = slice(*group_edges(moments.total.shape[1])[group : group + 2])
+    g, f = (
+        block_means(m)[:, chains].reshape(-1, m.total.shape[-1])
+        for m in (moments, sums.controls.pairs.average)
+    )
+    g, f = g - g.mean(0), f - f.mean(0)
+    each = np.mean(moments.steps) / (len(g) - 1)
+    draws = np.sum(moments.steps) * moments.total.shape[1]
+    return each * g.T @ g + draws * known.covariance, each * g.T @ f
+
+
 def fit_stein(sums: SteinSums, known: Expectation) -> np.ndarray:
     """Coefficients to use on each group of chains: (groups, features, dim).
 
     They are fitted on the other groups. Which candidate to use is decided for each
-    statistic, by the variance that it leaves in the chains it was not fitted on.
+    statistic, by the error that it leaves in the chains it was not fitted on.
     """
     everyone = list(range(NUM_GROUPS))
     others = [[k for k in everyone if k != group] for group in everyone]
     trains = [tables(sums, known, groups) for groups in others]
     fits = [fit_candidates(gram, cross, sums.level[0]) for gram, cross in trains]
-    left = [fit.left(*tables(sums, known, [k])) for k, fit in enumerate(fits)]
+    left = [fit.left(*block_tables(sums, known, k)) for k, fit in enumerate(fits)]
     best = np.sum(left, axis=0).argmin(0)
     betas = np.zeros((NUM_GROUPS, *sums.controls.cross.value.shape[1:]))
     for fit, beta in zip(fits, betas, strict=True):
