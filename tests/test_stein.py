@@ -313,7 +313,7 @@ def test_features_have_mean_zero_in_double_precision(name):
         else:
             problem = round_problem(item_response(), lambda x: x[:1])
             order, step = "diagonal", (0.3, 5)
-        sums = sums_of(problem, plain, hmc(*step), BRIEF[name], order)
+        sums = sums_of(problem, plain, hmc(*step), BRIEF[name], order, every=1000)
         assert sums.controls.feature.total.dtype == np.float64
         check_means(sums)
 
@@ -323,7 +323,8 @@ def test_features_have_mean_zero_in_double_precision(name):
 def test_features_of_skewed_toys_have_mean_zero(target, dtype):
     with jax.enable_x64(dtype == "float64"):
         problem = Problem(target.logdensity, identity(target.dim), target.dim, moments)
-        check_means(sums_of(problem, antithetic, hmc(0.3, 5), (256, 200, 400)))
+        sizes = 256, 200, 400
+        check_means(sums_of(problem, antithetic, hmc(0.3, 5), sizes, every=1000))
 
 
 # Repeats
