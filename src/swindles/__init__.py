@@ -1,8 +1,8 @@
 """Hamiltonian Monte Carlo swindles: posterior expectations with smaller errors.
 
 One module for each chapter of the book: ``targets``, ``accuracy``, ``transport``,
-``coupling``, ``antithetic``, ``control``, ``cva``, ``latent`` and ``stein``, in the order
-in which they build on each other.
+``coupling``, ``antithetic``, ``control``, ``cva``, ``latent`` and ``stein``, in the
+order in which they build on each other.
 """
 
 from importlib.metadata import version
