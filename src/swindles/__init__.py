@@ -1,8 +1,8 @@
 """Hamiltonian Monte Carlo swindles: posterior expectations with smaller errors.
 
 One module for each chapter of the book: ``targets``, ``accuracy``, ``transport``,
-``coupling``, ``antithetic``, ``control``, ``cva``, ``latent`` and ``tuning``, in the
-order in which they build on each other.
+``coupling``, ``antithetic``, ``control``, ``cva``, ``latent``, ``tuning`` and
+``stein``, in the order in which they build on each other.
 """
 
 from importlib.metadata import version
@@ -14,6 +14,7 @@ from swindles import (
     coupling,
     cva,
     latent,
+    stein,
     targets,
     transport,
     tuning,
@@ -26,6 +27,7 @@ __all__ = [
     "coupling",
     "cva",
     "latent",
+    "stein",
     "targets",
     "transport",
     "tuning",

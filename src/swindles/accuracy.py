@@ -127,6 +127,7 @@ class Estimate(NamedTuple):
     variance: np.ndarray  # of f under the target
     degrees: int  # degrees of freedom of `mcse`
     num_draws: int  # chains x steps
+    rounding: np.ndarray | float = 0.0  # what the arithmetic may be off by, if known
 
     def interval(self, level: float = 0.95) -> tuple[np.ndarray, np.ndarray]:
         """Lower and upper ends of a confidence interval (Student's t)."""
@@ -141,6 +142,9 @@ class Estimate(NamedTuple):
             found.append(f"{broken.sum()} of {broken.size} estimates are not finite")
         if np.nanmax(self.rhat, initial=0) > 1.05:
             found.append(f"R-hat is up to {np.nanmax(self.rhat):.2f}: run longer")
+        lost = np.sum(self.mcse < self.rounding)
+        if lost:
+            found.append(f"{lost} of {broken.size} errors are below rounding: use x64")
         return found
 
 

@@ -132,6 +132,7 @@ class ControlSums(NamedTuple):
     feature: Moments  # of g(Y), averaged over Y and -Y if there are two
     gram: Total  # (groups, features, features): g g^T
     cross: Total  # (groups, features, dim): g f^T
+    total: Total  # (groups, 1 + dim + features): 1, f and g, over the same steps
 
 
 def feature_values(feature: Callable, states: dict[str, Any]) -> Array:
@@ -168,6 +169,58 @@ def diagonal_products(a: Array, b: Array) -> Array:
     return jnp.stack([both[i:j].sum(0) for i, j in edges])
 
 
+def values_in(statistic: Callable, states: dict[str, Any], rows: int) -> Array:
+    """The statistic at X+ and X- or, in one row, their average: (rows, chains, dim)."""
+    values = pair_values(statistic, states)
+    return values if len(values) == rows else values.mean(0, keepdims=True)
+
+
+def add_products(
+    sums: list[Total], features: Array, values: Array, product: Callable
+) -> list[Total]:
+    """Add one step of all chains to the sums for the regression."""
+    one = jnp.ones_like(values[..., :1])
+    everything = jnp.concatenate([one, values, features], -1)
+    total = product(one, everything).reshape(NUM_GROUPS, -1)
+    parts = product(features, features), product(features, values), total
+    return [Total(old.value + new) for old, new in zip(sums, parts, strict=True)]
+
+
+def fold_features(
+    statistic: Callable,
+    states: dict[str, Any],
+    observe: Callable[[dict[str, Any]], Array],
+    expectation: Expectation,
+    full: bool = True,
+    every: int = 1,
+) -> tuple[Any, Callable]:
+    """What to give ``coupling.run`` as ``fold`` for any features of known mean.
+
+    ``observe`` takes the states of all chains to features of shape (1 or 2, chains,
+    features): at each of a pair of chains, or their average. ``full`` is whether to sum
+    all products, or only those of f_j with g_j; ``every`` at how many steps once.
+    """
+    pairs, update_pairs = fold_pairs(statistic, states)
+    center = jnp.asarray(expectation.mean, pairs.plus.center.dtype)
+    features = observe(states)
+    values = values_in(statistic, states, len(features))
+    check_features(features, values, center, full)
+    add = partial(add_products, product=products if full else diagonal_products)
+
+    def update(sums: ControlSums, states: dict, infos: dict) -> ControlSums:
+        features = observe(states)
+        values = values_in(statistic, states, len(features)) - sums.pairs.plus.center
+        moments = add_step(sums.feature, features.mean(0))
+        more = partial(add, features=features - center, values=values)
+        turn = (moments.steps - 1) % every == 0
+        parts = jax.lax.cond(turn, more, lambda same: same, list(sums[2:]))
+        return ControlSums(update_pairs(sums.pairs, states, infos), moments, *parts)
+
+    some = add([Total(jnp.zeros(()))] * 3, features, values)
+    zeros = jax.tree.map(jnp.zeros_like, some)
+    return ControlSums(pairs, empty_moments(center, features.shape[1]), *zeros), update
+
+
 def fold_controls(
     statistic: Callable,
     states: dict[str, Any],
@@ -186,26 +239,8 @@ def fold_controls(
     full
         Whether to sum all products of features, or only those of f_j with g_j.
     """
-    feature = feature or statistic
-    pairs, update_pairs = fold_pairs(statistic, states)
-    center = jnp.asarray(expectation.mean, pairs.plus.center.dtype)
-    features, values = feature_values(feature, states), pair_values(statistic, states)
-    check_features(features, values, center, full)
-    product = products if full else diagonal_products
-
-    def update(sums: ControlSums, states: dict, infos: dict) -> ControlSums:
-        features = feature_values(feature, states) - sums.feature.center
-        values = pair_values(statistic, states) - sums.pairs.plus.center
-        return ControlSums(
-            update_pairs(sums.pairs, states, infos),
-            add_step(sums.feature, features.mean(0) + sums.feature.center),
-            Total(sums.gram.value + product(features, features)),
-            Total(sums.cross.value + product(features, values)),
-        )
-
-    moments = empty_moments(center, features.shape[1])
-    zeros = [Total(product(0 * features, other)) for other in (features, values)]
-    return ControlSums(pairs, moments, *zeros), update
+    observe = partial(feature_values, feature or statistic)
+    return fold_features(statistic, states, observe, expectation, full)
 
 
 def check_features(features: Array, values: Array, mean: Array, full: bool) -> None:
@@ -255,14 +290,8 @@ def covariances(
     sums: ControlSums, diagonal: bool, groups: list[int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Covariances of features with features and with f, over some groups of chains."""
-    edges = group_edges(sums.feature.total.shape[1])
-    chains = np.concatenate([np.arange(edges[k], edges[k + 1]) for k in groups])
-    number = len(chains) * np.sum(sums.feature.steps)
-
-    def mean(total: Any) -> np.ndarray:
-        return np.asarray(total).sum(0, dtype=np.float64)[chains].sum(0) / number
-
-    g, f = mean(sums.feature.total), mean(sums.pairs.average.total)
+    number, *means = sums.total.value[groups].sum(0)
+    f, g = np.split(np.array(means) / number, [sums.pairs.plus.total.shape[-1]])
     gram, cross = (t.value[groups].sum(0) / number for t in (sums.gram, sums.cross))
     if gram.ndim == 1:
         return gram - g * g, cross - g * f
@@ -338,7 +367,7 @@ def estimate_controls(
         [means[:, i:j] - excess[:, i:j] @ beta for beta, (i, j) in groups], axis=1
     )
     average = betas.mean(0)
-    shared = np.einsum("kd,kl,ld->d", average, expectation.covariance, average)
+    shared = (average * (expectation.covariance @ average)).sum(0)
     rates = sums.pairs.rates.means()
     rho = {"control": control_correlation(sums, average)}
     if "minus" in rates["acceptance"]:
