@@ -1,6 +1,5 @@
 """Stein features: exact where they must be, honest elsewhere, and never a loss."""
 
-import time
 from importlib.resources import files
 from itertools import pairwise
 from typing import Any, NamedTuple
