@@ -4,7 +4,8 @@
 
 writes book/results/tuning.csv, which the chapter on tuning reads: about 40 minutes on
 two cores. Name one or more of logistic, item, sparse to do only these; rows of the
-others stay. Every row is one setting, measured by running all chains at it:
+others stay. With --keep-grid the rows of path and grid stay, too, and only the others
+are measured again. Every row is one setting, measured by running all chains at it:
 
 path    step sizes that divide one trajectory length (HMC-CONTROL)
 grid    the exhaustive grid, for HMC-CONTROL and HMC-CVA
@@ -38,10 +39,21 @@ from swindles.transport import Schedule, fit_affine, laplace, load
 from swindles.tuning import HMC, INTEGRATORS, Grid, repeat, run_grid
 
 RESULTS = Path(__file__).parent.parent / "book" / "results" / "tuning.csv"
-SIZES = {  # chains, warm-up and steps, of the grid and of the last runs; budget
-    "logistic": ((128, 200, 400), (256, 200, 800), 1e6),
-    "item": ((32, 80, 240), (64, 80, 300), 3.8e5),
-    "sparse": ((64, 150, 350), (128, 200, 600), 4.5e5),
+CHAINS = {"logistic": 64, "item": 16, "sparse": 64}  # of the pilot runs
+BUDGET = {"logistic": 1e6, "item": 3.1e5, "sparse": 4.5e5}  # gradients for them
+# Chains, warm-up and steps of the grid. CVA costs twice as much a step.
+GRID_SIZE = {
+    ("logistic", "control"): (128, 200, 400),
+    ("logistic", "cva"): (128, 200, 400),
+    ("item", "control"): (32, 80, 240),
+    ("item", "cva"): (32, 40, 120),
+    ("sparse", "control"): (64, 150, 350),
+    ("sparse", "cva"): (64, 75, 175),
+}
+LAST_SIZE = {  # of the measurements of `best`, `tuned` and `quick`
+    "logistic": (256, 200, 800),
+    "item": (128, 80, 400),
+    "sparse": (128, 200, 600),
 }
 STEPS = {
     "logistic": 0.57 * 2 ** (-np.arange(8) / 3),
@@ -152,43 +164,40 @@ def cost(grid, size, scheme, family=HMC):
 def settings(row):
     """The settings of a row or of a ``Tuning``."""
     if isinstance(row, dict):
-        return row["step_size"], row["leaps"]
+        return float(row["step_size"]), int(row["leaps"])
     return row.step_size, row.num_integration_steps
 
 
-def compare(name):
-    """Yield all rows of one posterior, part by part."""
+def compare(name, kept):
+    """Yield all rows of one posterior, part by part; runs that are kept as they are."""
     problem = make_problem(name)
     known = known_expectation(jax.random.key(5), problem, 400_000)
-    grid_size, size, budget = SIZES[name]
-    grid, chains = exhaustive(name), 32 if name == "item" else 64
+    grid, size = exhaustive(name), LAST_SIZE[name]
 
     def label(kind, found, spent=0):
         return [
             {"posterior": name, "kind": kind, **row, "spent": spent} for row in found
         ]
 
-    def tuned(scheme, family=HMC, budget=budget):
+    def tuned(scheme, family=HMC, budget=BUDGET[name]):
         key = jax.random.key(0)
-        found = tuning.tune(key, scheme, problem, family, chains, budget)
+        found = tuning.tune(key, scheme, problem, family, CHAINS[name], budget)
         print(found, flush=True)
         return found
 
     for scheme in (control, cva):
-        found = tuned(scheme)
-        # CVA costs twice as much: half the steps make an equal bill.
-        part = (
-            grid_size
-            if scheme is control
-            else (grid_size[0], *np.array(grid_size[1:]) // 2)
+        found, part = tuned(scheme), GRID_SIZE[name, scheme.__name__]
+        paths, tried = (
+            [r for r in kept if (r["kind"], r["scheme"]) == (kind, scheme.__name__)]
+            for kind in ("path", "grid")
         )
-        if scheme is control:
+        if scheme is control and not paths:
             path = Grid(*found.sizes.grid)
-            yield label("path", measure(1, scheme, problem, known, path, part))
-        tried = measure(1, scheme, problem, known, grid, part)
-        yield label("grid", tried)
-        best = max(tried, key=lambda row: row["ess_all"])
-        first = tuning.quick(jax.random.key(0), problem, num_chains=chains)
+            paths = label("path", measure(1, scheme, problem, known, path, part))
+        tried = tried or label("grid", measure(1, scheme, problem, known, grid, part))
+        yield paths + tried
+        best = max(tried, key=lambda row: float(row["ess_all"]))
+        first = tuning.quick(jax.random.key(0), problem, num_chains=CHAINS[name])
         three = {
             "best": (settings(best), cost(grid, part, scheme)),
             "tuned": (settings(found), found.gradients),
@@ -198,7 +207,7 @@ def compare(name):
         last = measure(2, scheme, problem, known, again, size)
         for (kind, (_, spent)), row in zip(three.items(), last, strict=True):
             yield label(kind, [row], spent)
-    for family in list(INTEGRATORS.values())[1:]:
+    for family in list(INTEGRATORS.values())[1:] if name != "item" else []:
         found = tuned(control, family, 1e6)
         one = Grid(*np.transpose([settings(found)]))
         last = measure(2, control, problem, known, one, size, family)
@@ -226,14 +235,19 @@ def write(rows):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("posterior", nargs="*", help=f"of {', '.join(SIZES)}")
-    wanted = parser.parse_args().posterior or list(SIZES)
-    if not set(wanted) <= set(SIZES):
-        parser.error(f"a posterior is one of {', '.join(SIZES)}")
+    parser.add_argument("posterior", nargs="*", help=f"of {', '.join(CHAINS)}")
+    parser.add_argument(
+        "--keep-grid", action="store_true", help="take the rows of grid and path as is"
+    )
+    arguments = parser.parse_args()
+    wanted = arguments.posterior or list(CHAINS)
+    if not set(wanted) <= set(CHAINS):
+        parser.error(f"a posterior is one of {', '.join(CHAINS)}")
     for name in wanted:
-        begin = time.perf_counter()
-        rows = [row for row in read() if row["posterior"] != name]
-        for part in compare(name):
+        begin, rows = time.perf_counter(), read()
+        kept = [row for row in rows if row["posterior"] == name and arguments.keep_grid]
+        rows = [row for row in rows if row["posterior"] != name]
+        for part in compare(name, kept):
             rows += part
             write(rows)
             kind, seconds = part[0]["kind"], time.perf_counter() - begin
