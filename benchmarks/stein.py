@@ -86,7 +86,7 @@ def measure(name, problem, known, scheme):
         yield order, np.median(error, axis=1), seconds, solve
 
 
-def cost(num_steps=100, rounds=6):
+def cost(num_steps=100, rounds=2):
     """Print the ratios of wall times; runs are interleaved, the best time counts."""
     problem = make_problem("logistic")
     known = known_expectation(jax.random.key(1), problem)

@@ -52,7 +52,7 @@ GRID_SIZE = {
 }
 LAST_SIZE = {  # of the measurements of `best`, `tuned` and `quick`
     "logistic": (256, 200, 800),
-    "item": (128, 80, 400),
+    "item": (128, 80, 300),
     "sparse": (128, 200, 600),
 }
 STEPS = {
