@@ -20,7 +20,14 @@ from swindles.coupling import hmc, mala, random_walk, record, run, start
 from swindles.cva import cva
 from swindles.latent import Problem, swindle
 from swindles.targets import logistic_regression, skewed
-from swindles.transport import Affine, identity, laplace, standard_normal
+from swindles.transport import (
+    Affine,
+    Schedule,
+    fit_affine,
+    identity,
+    laplace,
+    standard_normal,
+)
 from swindles.tuning import (
     HMC,
     INTEGRATORS,
@@ -526,8 +533,10 @@ def test_tuned_logistic_regression_is_as_good_as_the_results_say():
 
     Another machine rounds differently: the ESS of 128 chains has an error of an eighth.
     """
-    target = logistic_regression()
-    to_x = laplace(target.logdensity, jnp.zeros(25))
+    target, schedule = logistic_regression(), Schedule(500, 32, 1e-3)
+    begin = laplace(target.logdensity, jnp.zeros(25))
+    fit = fit_affine(jax.random.key(1), target.logdensity, begin, schedule)
+    to_x = fit.transport
     problem = Problem(
         target.logdensity,
         to_x,
