@@ -39,8 +39,8 @@ from swindles.transport import Schedule, fit_affine, laplace, load
 from swindles.tuning import HMC, INTEGRATORS, Grid, repeat, run_grid
 
 RESULTS = Path(__file__).parent.parent / "book" / "results" / "tuning.csv"
-CHAINS = {"logistic": 64, "item": 16, "sparse": 64}  # of the pilot runs
-BUDGET = {"logistic": 1e6, "item": 3.1e5, "sparse": 4.5e5}  # gradients for them
+CHAINS = {"logistic": 64, "item": 32, "sparse": 64}  # of the pilot runs
+BUDGET = {"logistic": 1e6, "item": 3.8e5, "sparse": 4.5e5}  # gradients for them
 # Chains, warm-up and steps of the grid. CVA costs twice as much a step.
 GRID_SIZE = {
     ("logistic", "control"): (128, 200, 400),
@@ -52,7 +52,7 @@ GRID_SIZE = {
 }
 LAST_SIZE = {  # of the measurements of `best`, `tuned` and `quick`
     "logistic": (256, 200, 800),
-    "item": (128, 80, 300),
+    "item": (64, 80, 300),
     "sparse": (128, 200, 600),
 }
 STEPS = {
