@@ -1,6 +1,7 @@
 # make book    build the book into _build/html
 # make test    lint, types, tests, and every chapter re-executed
 # make lab     open the chapters in JupyterLab
+# make experiments  run the paper's experiments; stop it when you like, it goes on
 # make mirror  write src/swindles/*.py from the chapters
 # make lock    compile constraints.txt anew
 # make clean   remove what was built (.venv stays)
@@ -24,7 +25,7 @@ text := book _config.yml _toc.yml tools
 fingerprint = { echo "$(SWINDLES_SCALE) $(extras)"; find $1 -type f ! -name '*.pyc' \
 	! -path '*/.*' | LC_ALL=C sort | xargs cksum; } | cksum
 
-.PHONY: book test lab mirror lock clean
+.PHONY: book test lab experiments mirror lock clean
 
 book: $(ready)
 	@$(call fingerprint,$(code)) | cmp -s - _build/.code || \
@@ -50,6 +51,9 @@ test: $(ready)
 
 lab: $(ready) $(viewers)
 	@cd book && ../$(bin)/jupyter lab
+
+experiments: $(ready)
+	@$(bin)/python -c 'from swindles.experiments import main; main()'
 
 mirror: $(ready)
 	@$(bin)/python tools/mirror.py

@@ -4,10 +4,11 @@
 
 writes book/results/tuning.csv, which the chapter on tuning reads: about 40 minutes on
 two cores. Name one or more of logistic, item, sparse to do only these; rows of the
-others stay. With --keep-grid the rows of path and grid stay, too, and only the others
-are measured again. Every row is one setting, measured by running all chains at it:
+others stay. With --keep-grid the rows of the grid stay, too, and only the others are
+measured again; with --path only those of the path. Every row is one setting, measured
+by running all chains at it:
 
-path    step sizes that divide one trajectory length (HMC-CONTROL)
+path    step sizes that divide the tuned trajectory of HMC-CONTROL, in five repeats
 grid    the exhaustive grid, for HMC-CONTROL and HMC-CVA
 best    the best setting of that grid, measured again with another key
 tuned   what `tune` recommends, measured with the same key and size as `best`
@@ -23,6 +24,7 @@ import argparse
 import csv
 import time
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 
 import jax
@@ -39,8 +41,8 @@ from swindles.transport import Schedule, fit_affine, laplace, load
 from swindles.tuning import HMC, INTEGRATORS, Grid, repeat, run_grid
 
 RESULTS = Path(__file__).parent.parent / "book" / "results" / "tuning.csv"
-CHAINS = {"logistic": 64, "item": 32, "sparse": 64}  # of the pilot runs
-BUDGET = {"logistic": 1e6, "item": 3.8e5, "sparse": 4.5e5}  # gradients for them
+CHAINS = {"logistic": 64, "item": 16, "sparse": 64}  # of the pilot runs
+BUDGET = {"logistic": 1e6, "item": 3.1e5, "sparse": 4.5e5}  # gradients for them
 # Chains, warm-up and steps of the grid. CVA costs twice as much a step.
 GRID_SIZE = {
     ("logistic", "control"): (128, 200, 400),
@@ -52,7 +54,7 @@ GRID_SIZE = {
 }
 LAST_SIZE = {  # of the measurements of `best`, `tuned` and `quick`
     "logistic": (256, 200, 800),
-    "item": (64, 80, 300),
+    "item": (128, 80, 400),
     "sparse": (128, 200, 600),
 }
 STEPS = {
@@ -66,6 +68,7 @@ LEAPS = {
     "sparse": [2, 3, 4, 5, 6, 8, 10],
 }
 PARTS = ("mean", "variance", "all")
+REPEATS = 5  # of the path
 
 
 def make_problem(name):
@@ -174,11 +177,6 @@ def compare(name, kept):
     known = known_expectation(jax.random.key(5), problem, 400_000)
     grid, size = exhaustive(name), LAST_SIZE[name]
 
-    def label(kind, found, spent=0):
-        return [
-            {"posterior": name, "kind": kind, **row, "spent": spent} for row in found
-        ]
-
     def tuned(scheme, family=HMC, budget=BUDGET[name]):
         key = jax.random.key(0)
         found = tuning.tune(key, scheme, problem, family, CHAINS[name], budget)
@@ -187,15 +185,11 @@ def compare(name, kept):
 
     for scheme in (control, cva):
         found, part = tuned(scheme), GRID_SIZE[name, scheme.__name__]
-        paths, tried = (
-            [r for r in kept if (r["kind"], r["scheme"]) == (kind, scheme.__name__)]
-            for kind in ("path", "grid")
+        tried = [row for row in kept if row["scheme"] == scheme.__name__]
+        tried = tried or label(
+            name, "grid", measure(1, scheme, problem, known, grid, part)
         )
-        if scheme is control and not paths:
-            path = Grid(*found.sizes.grid)
-            paths = label("path", measure(1, scheme, problem, known, path, part))
-        tried = tried or label("grid", measure(1, scheme, problem, known, grid, part))
-        yield paths + tried
+        yield tried
         best = max(tried, key=lambda row: float(row["ess_all"]))
         first = tuning.quick(jax.random.key(0), problem, num_chains=CHAINS[name])
         three = {
@@ -206,12 +200,34 @@ def compare(name, kept):
         again = Grid(*np.transpose([setting for setting, _ in three.values()]))
         last = measure(2, scheme, problem, known, again, size)
         for (kind, (_, spent)), row in zip(three.items(), last, strict=True):
-            yield label(kind, [row], spent)
+            yield label(name, kind, [row], spent)
     for family in list(INTEGRATORS.values())[1:] if name != "item" else []:
         found = tuned(control, family, 1e6)
         one = Grid(*np.transpose([settings(found)]))
         last = measure(2, control, problem, known, one, size, family)
-        yield label("tuned", last, found.gradients)
+        yield label(name, "tuned", last, found.gradients)
+
+
+def label(name, kind, found, spent=0, repeat=0):
+    """The rows of a measurement, with what else there is to say."""
+    first = {"posterior": name, "kind": kind, "repeat": repeat}
+    return [{**first, **row, "spent": spent} for row in found]
+
+
+def measure_path(name, rows):
+    """Yield the rows along the trajectory that ``tune`` has found, repeat by repeat."""
+    problem, size = make_problem(name), GRID_SIZE[name, "control"]
+    known = known_expectation(jax.random.key(5), problem, 400_000)
+    wanted = name, "tuned", "control", "velocity Verlet"
+    row = next(
+        row
+        for row in rows
+        if (row["posterior"], row["kind"], row["scheme"], row["integrator"]) == wanted
+    )
+    path = tuning.divide(Grid(*np.transpose([settings(row)])), 0)
+    for number in range(REPEATS):
+        found = measure(10 + number, control, problem, known, path, size)
+        yield label(name, "path", found, repeat=number)
 
 
 def read():
@@ -237,17 +253,24 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("posterior", nargs="*", help=f"of {', '.join(CHAINS)}")
     parser.add_argument(
-        "--keep-grid", action="store_true", help="take the rows of grid and path as is"
+        "--keep-grid", action="store_true", help="take the rows of the grid as they are"
     )
+    parser.add_argument("--path", action="store_true", help="only the rows of the path")
     arguments = parser.parse_args()
     wanted = arguments.posterior or list(CHAINS)
     if not set(wanted) <= set(CHAINS):
         parser.error(f"a posterior is one of {', '.join(CHAINS)}")
     for name in wanted:
         begin, rows = time.perf_counter(), read()
-        kept = [row for row in rows if row["posterior"] == name and arguments.keep_grid]
-        rows = [row for row in rows if row["posterior"] != name]
-        for part in compare(name, kept):
+        mine = [row for row in rows if row["posterior"] == name]
+        if arguments.path:
+            rows = [row for row in rows if row not in mine or row["kind"] != "path"]
+            parts = measure_path(name, mine)
+        else:
+            kept = [r for r in mine if arguments.keep_grid and r["kind"] == "grid"]
+            rows = [row for row in rows if row not in mine]
+            parts = chain(compare(name, kept), measure_path(name, rows))
+        for part in parts:
             rows += part
             write(rows)
             kind, seconds = part[0]["kind"], time.perf_counter() - begin

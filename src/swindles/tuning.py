@@ -349,13 +349,13 @@ def trusted(pilot: Pilot, quantile: float) -> np.ndarray:
     """How far to trust each setting, from 0 to 1: (settings,).
 
     It falls from 1 to 0 as R-hat goes from 1.1 to 1.3, and is 0 where fewer than a
-    quarter of the proposals are accepted. When no setting has a good R-hat, the
-    acceptance alone decides.
+    quarter of the proposals are accepted. When fewer than two settings have a good
+    R-hat, the acceptance alone decides.
     """
     accepted = 1.0 * (pilot.acceptance >= 0.25)
     rhat = np.quantile(pilot.rhat, 1 - quantile, axis=1)
     both = accepted * np.clip((1.3 - rhat) / 0.2, 0, 1)
-    return both if both.any() else accepted
+    return both if np.count_nonzero(both) > 1 else accepted
 
 
 class Curve(NamedTuple):
@@ -397,7 +397,10 @@ def predict(
     trust = trusted(pilot, quantile)
     use = np.flatnonzero(trust)[np.argsort(pilot.grid.step_size[trust > 0])]
     if use.size < 2:
-        raise ValueError("fewer than two step sizes are accepted often enough to trust")
+        raise ValueError(
+            "fewer than two step sizes can be trusted: proposals are rejected too "
+            "often, or the budget is too small"
+        )
     f, g = scheme_rows(pilot.chains)[scheme]
     power, sizes = pilot.family.power, np.log(pilot.grid.step_size[use])
     rejection = np.clip(1 - pilot.acceptance[use], 1e-6, 1)

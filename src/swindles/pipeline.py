@@ -1,0 +1,218 @@
+"""Pipeline: runs that survive.
+
+Mirrored from book/pipeline.md: edit there, then run `make mirror`.
+"""
+
+import ast
+import csv
+import gzip
+import hashlib
+import io
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+from tqdm.auto import tqdm
+
+Row = dict[str, Any]
+
+
+class Job(Protocol):
+    """Anything with a name that no other job has, and fields for a table."""
+
+    @property
+    def name(self) -> str:
+        """The job in one word, good for a file."""
+
+    def _asdict(self) -> Row:
+        """The columns that say which job it is; named tuples have this."""
+
+
+class Experiment(NamedTuple):
+    """A table of results, made by jobs that can be done one by one."""
+
+    name: str
+    jobs: Sequence[Job]
+    measure: Callable[[Any], list[Row]]  # from a job to its rows
+
+
+def write_rows(path: Path, rows: list[Row]) -> None:
+    """Write rows as CSV, compressed if the name ends in .gz; all of them or none."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    data = text.getvalue().encode()
+    if path.suffix == ".gz":
+        data = gzip.compress(data, mtime=0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
+    with draft.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file, every value a string; none when it does not exist."""
+    if not path.exists():
+        return []
+    data = path.read_bytes()
+    text = gzip.decompress(data) if path.suffix == ".gz" else data
+    return list(csv.DictReader(io.StringIO(text.decode())))
+
+
+def skeleton(source: str) -> str:
+    """The syntax of a module, without comments and docstrings.
+
+    Examples
+    --------
+    >>> skeleton("x = 1  # one") == skeleton("x  =  1")
+    True
+    >>> skeleton("x = 1") == skeleton("x = 2")
+    False
+    """
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            if ast.get_docstring(node) is not None:
+                node.body = node.body[1:]
+    return ast.dump(tree)
+
+
+def fingerprint(modules: Sequence[str]) -> str:
+    """Twelve characters that change when the code of some of our modules does.
+
+    Examples
+    --------
+    >>> fingerprint(["cva"]) == fingerprint(["control"])
+    False
+    """
+    sources = [(files("swindles") / f"{name}.py").read_text() for name in modules]
+    text = "".join(map(skeleton, sources))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def processor() -> str:
+    """What the machine computes with."""
+    device = jax.devices()[0]
+    name = device.device_kind if device.platform != "cpu" else platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    if device.platform == "cpu" and cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        models = [line.split(":")[1] for line in lines if line.startswith("model name")]
+        name = models[0].strip() if models else name
+    return f"{name}, {os.cpu_count()} cores"
+
+
+def revision() -> str:
+    """The revision of the source, with a plus if it was changed since; or nothing."""
+    command = ["git", "-C", str(files("swindles")), "describe", "--always", "--dirty=+"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.strip()
+
+
+def provenance(modules: Sequence[str]) -> Row:
+    """What every row says about its origin."""
+    versions = [f"{name} {version(name)}" for name in ("jax", "blackjax", "swindles")]
+    return {
+        "code": fingerprint(modules),
+        "revision": revision(),
+        "versions": ", ".join(versions),
+        "hardware": processor(),
+    }
+
+
+def peak_memory() -> float:
+    """The most memory this process has had, in megabytes; NaN where it is unknown."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return np.nan
+    return next(int(x.split()[1]) / 1000 for x in lines if x.startswith("VmHWM"))
+
+
+def table_path(folder: Path, name: str) -> Path:
+    """Where the table of an experiment is."""
+    return folder / f"{name}.csv.gz"
+
+
+def collect(paths: Sequence[Path], code: str) -> dict[str, list[Row]]:
+    """The rows that this code has made, by the name of their job."""
+    found: dict[str, list[Row]] = {}
+    for path in paths:
+        mine: dict[str, list[Row]] = {}
+        for row in read_rows(path):
+            if row["code"] == code:
+                mine.setdefault(row["job"], []).append(row)
+        found |= mine
+    return found
+
+
+def finish(
+    experiment: Experiment, folder: Path, modules: Sequence[str]
+) -> dict[str, list[Row]]:
+    """Do the jobs that are not done yet, and write the table. Returns all rows.
+
+    They come by the name of the job, every value a string.
+    """
+    origin, parts = provenance(modules), folder / "parts" / experiment.name
+    table = table_path(folder, experiment.name)
+    done = collect([*parts.glob("*.csv"), table], origin["code"])
+    left = [job for job in experiment.jobs if job.name not in done]
+    for job in (bar := tqdm(left, experiment.name, disable=not left)):
+        bar.set_postfix_str(job.name)
+        which = {"job": job.name} | job._asdict()
+        path = parts / f"{job.name}.csv"
+        write_rows(path, [which | row | origin for row in experiment.measure(job)])
+        done |= collect([path], origin["code"])
+    if experiment.jobs and (left or parts.exists()):
+        write_rows(table, [row for job in experiment.jobs for row in done[job.name]])
+        shutil.rmtree(parts, ignore_errors=True)
+    return {job.name: done[job.name] for job in experiment.jobs}
+
+
+Table = dict[str, np.ndarray]
+
+
+def as_table(rows: Sequence[Row]) -> Table:
+    """Rows as columns: numbers where all values are numbers, else strings.
+
+    Examples
+    --------
+    >>> table = as_table([{"n": "1", "who": "a"}, {"n": "2", "who": "b"}])
+    >>> table["n"].tolist(), table["who"].tolist()
+    ([1.0, 2.0], ['a', 'b'])
+    """
+    table = {}
+    for name in rows[0] if rows else []:
+        column = np.array([row[name] for row in rows])
+        try:
+            table[name] = column.astype(float)
+        except ValueError:
+            table[name] = column
+    return table
+
+
+def where(table: Table, **wanted: Any) -> Table:
+    """The rows in which some columns have the values given.
+
+    Examples
+    --------
+    >>> where({"n": np.array([1, 2]), "who": np.array(["a", "b"])}, who="b")["n"]
+    array([2])
+    """
+    use = np.all([table[name] == value for name, value in wanted.items()], axis=0)
+    return {name: column[use] for name, column in table.items()}
