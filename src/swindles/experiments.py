@@ -430,7 +430,7 @@ def perform(scale: str, folder: Path) -> None:
             for repeat in range(logistic.repeats)
         ]
         done("prediction", held_out, partial(measure_prediction, tuned))
-        one = [Job("logistic", "hmc", "cva", "tuned", 0)]
+        one = [Job("logistic", "hmc", "cva", "published", 0)]
         done("traces", one, partial(measure_traces, tuned))
 
 
