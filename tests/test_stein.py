@@ -421,7 +421,7 @@ class Repeats:
 
 def check_repeats(estimates, truth, truth_error=0.0):
     """Coverage and bias of every order; and none is worse than the one before."""
-    spread = {}
+    squares = {}
     for order, (mean, mcse, lower, upper) in estimates.items():
         covered = ((lower < truth) & (truth < upper)).sum(0)
         least, most = binom.ppf([CHANCE, 1 - CHANCE], REPEATS, LEVEL)
@@ -434,9 +434,14 @@ def check_repeats(estimates, truth, truth_error=0.0):
         assert np.abs(bias).max() < 4, (order, bias)
         stated = np.sqrt(np.mean(mcse**2, axis=0))
         assert 0.85 < np.median(stated / deviation) < 1.15, order
-        spread[order] = np.log(deviation).reshape(2, -1)
+        square = (mean - mean.mean(0)) ** 2
+        squares[order] = square / square.mean(0), np.log(square.mean(0)) / 2
     for low, high in pairwise(ORDERS):
-        ratio = np.exp((spread[high] - spread[low]).mean(1))
+        # For each statistic as far as the repeats can tell, and on average.
+        change = squares[high][1] - squares[low][1]
+        error = np.std(squares[high][0] - squares[low][0], axis=0) / 2 / REPEATS**0.5
+        assert (change - 4 * error < np.log(WORSE)).all(), (low, high, change, error)
+        ratio = np.exp(change.reshape(2, -1).mean(1))
         assert (ratio < WORSE).all(), (low, high, ratio)
 
 

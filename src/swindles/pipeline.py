@@ -216,3 +216,16 @@ def where(table: Table, **wanted: Any) -> Table:
     """
     use = np.all([table[name] == value for name, value in wanted.items()], axis=0)
     return {name: column[use] for name, column in table.items()}
+
+
+def by_repeat(table: Table, column: str, **wanted: Any) -> np.ndarray:
+    """One column of the rows wanted, a line for each repeat: (repeats, others).
+
+    Examples
+    --------
+    >>> table = {"repeat": np.array([0, 0, 1, 1]), "ess": np.array([1, 2, 3, 4])}
+    >>> by_repeat(table, "ess").tolist()
+    [[1, 2], [3, 4]]
+    """
+    rows = where(table, **wanted) if wanted else table
+    return rows[column].reshape(np.unique(rows["repeat"]).size, -1)
