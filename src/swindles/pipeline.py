@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 Row = dict[str, Any]
 
