@@ -15,7 +15,7 @@ from scipy.stats import t as student_t
 from swindles import stein
 from swindles.accuracy import summarize
 from swindles.antithetic import antithetic, plain
-from swindles.control import control, exact
+from swindles.control import control, draw_expectation, exact
 from swindles.coupling import (
     advance,
     hmc,
@@ -472,6 +472,27 @@ def test_useless_features_do_no_harm():
     estimates = Repeats(problem, hmc(0.5, 3), "plain", None).estimates()
     truth = np.repeat([0, np.exp(-18)], 10)
     check_repeats(estimates, truth)
+
+
+def test_a_poorly_known_mean_is_not_leaned_on():
+    """The noise of E_Q, from 64 draws, would swamp what the control chain gains."""
+    problem = round_problem(skewed(2))
+    noisy = draw_expectation(KEY, problem.feature(), jnp.zeros(2), 64)
+    exactly = known_expectation(KEY, problem)
+    error = {}
+    for name, known in {"noisy": noisy, "exact": exactly}.items():
+        sums = sums_of(problem, control, hmc(0.4, 4), (64, 50, 400), "none", known)
+        error[name] = estimate_stein(sums, known, "none").estimate.mcse
+        alone = summarize(sums.controls.pairs.plus).mcse
+    assert (error["exact"] < 0.7 * alone)[:2].all(), error["exact"] / alone  # means
+    assert (error["noisy"] < 1.1 * alone).all(), error["noisy"] / alone
+    certain = noisy._replace(covariance=np.zeros((4, 4)))
+    for table in (
+        lambda known: stein.tables(sums, known, [0, 1, 2])[0],
+        lambda known: stein.block_tables(sums, known, 3)[0],
+    ):
+        noise = table(noisy) - table(certain)
+        np.testing.assert_allclose(noise, 64 * 400 * noisy.covariance, atol=1e-6)
 
 
 # Cost
