@@ -252,6 +252,7 @@ def measure_settings(size: Size, job: Job) -> list[Row]:
         family,
         size.pilot_chains,
         size.budget / (1 if family.has_length else 2),
+        quantile=0.25,
         progress=False,
     )
     row = {
