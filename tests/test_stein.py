@@ -474,6 +474,18 @@ def test_useless_features_do_no_harm():
     check_repeats(estimates, truth)
 
 
+def test_shrinking_helps_when_draws_are_fewer_than_features(monkeypatch):
+    """350 features, 240 draws to fit them: stated errors with and without a ridge."""
+    monkeypatch.setitem(globals(), "REPEATS", 12)
+    problem = round_problem(logistic_regression())
+    repeats = Repeats(problem, hmc(0.3, 5), "plain", None, steps=20)
+    shrunk = repeats.estimates()["full"][1]
+    monkeypatch.setattr(stein, "PENALTIES", np.array([1e-9]))
+    free = repeats.estimates()["full"][1]
+    ratio = np.sqrt((free**2).mean(0) / (shrunk**2).mean(0))
+    assert ratio.max() > 1.3 and ratio.min() > 0.95, ratio
+
+
 def test_a_poorly_known_mean_is_not_leaned_on():
     """The noise of E_Q, from 64 draws, would swamp what the control chain gains."""
     problem = round_problem(skewed(2))
