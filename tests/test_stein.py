@@ -562,6 +562,17 @@ def test_prices_add_up():
     assert prices.step("cva", 0, 5) == 21
 
 
+def test_forecasts_count_the_time_of_a_step():
+    sums = sums_of(
+        round_problem(skewed(2)), antithetic, hmc(0.4, 4), (16, 10, 40), "first"
+    )
+    ess = estimate_stein(sums, order="first").estimate.ess
+    prices = stein.Prices(target=0.5, reference=7.0, product=0.01)
+    found = stein.draws_per_second(sums, None, "antithetic", "first", prices)
+    time = 40 * (2 * 0.5 + 2 * (2 + 4) * 0.01)
+    assert found == pytest.approx(np.exp(np.log(ess).mean()) / time)
+
+
 # Bad input, other machines
 
 
