@@ -349,6 +349,18 @@ def first_estimate(chains, chunks=10):
     raise ValueError(f"some errors are not finite after {chunks} chunks")
 
 
+def plan_chunks(chains, seconds):
+    """How many steps make a chunk; from runs that double until they can be timed."""
+    steps = FIRST
+    while True:
+        begin = time.perf_counter()
+        chains.draw(steps)
+        spent = time.perf_counter() - begin
+        if spent > seconds / NUM_CHUNKS / 4:
+            return max(int(steps * seconds / NUM_CHUNKS / spent), 1)
+        steps *= 2
+
+
 def measure(posterior, method, seconds, center, seed=0):
     """Run one method: its measurements, and mean and error of every statistic."""
     clock = time.perf_counter
@@ -359,9 +371,7 @@ def measure(posterior, method, seconds, center, seed=0):
     setup = clock() - begin
     first_estimate(chains)
     first = clock() - begin
-    begin = clock()
-    chains.draw(FIRST)
-    steps = max(int(seconds / NUM_CHUNKS / (clock() - begin) * FIRST), 1)
+    steps = plan_chunks(chains, seconds)
     chains.forget()
     begin = clock()
     while clock() - begin < seconds:
@@ -540,9 +550,9 @@ def report(rows):
         least = row["ess_min"] / row["seconds_sampling"]
         print(
             f"{row['posterior']:9} {row['method']:17} {row['statistic']:9}"
-            f"ESS/s {rate:9.3g} (least {least:9.3g})"
-            f"  set-up {row['seconds_setup']:6.1f} s  first {row['first_result']:6.1f} s  {row['peak_mb']:5.0f} MB"
-            f"  R-hat {row['rhat']:.2f}",
+            f"ESS/s {rate:9.3g}, least {least:9.3g}; set-up "
+            f"{row['seconds_setup']:5.1f} s, first {row['first_result']:5.1f} s, "
+            f"{row['peak_mb']:5.0f} MB, R-hat {row['rhat']:.2f}",
             flush=True,
         )
 
