@@ -62,8 +62,22 @@ def test_methods_are_those_promised(rivals):
     assert tuple(rivals.METHODS) == METHODS
 
 
+# Effective draws per draw of a mean: about half of what a longer run gives.
+LEAST = {"zv-first": 0.8, "zv-second": 30, "cva": 1.2, "antithetic-stein": 100}
+
+
+@pytest.fixture
+def chunks(rivals, monkeypatch):
+    """The steps of all chunks drawn."""
+    steps, draw = [], rivals.Chains.draw
+    monkeypatch.setattr(
+        rivals.Chains, "draw", lambda self, n: (steps.append(n), draw(self, n))
+    )
+    return steps
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_known_moments(rivals, method):
+def test_known_moments(rivals, chunks, method):
     posterior = skewed_posterior(rivals)
     found, mean, error, variance = rivals.measure(posterior, method, 0.5, CENTER)
     truth = targets.skewed(DIM).truth
@@ -78,6 +92,9 @@ def test_known_moments(rivals, method):
     assert found["seconds_sampling"] >= 0.5
     assert 0.5 < found["acceptance"] <= 1
     assert found["rhat"] < 1.05
+    ess = variance / error**2 / found["draws"]
+    assert ess[:DIM].min() > LEAST.get(method, 0.2)
+    assert (chunks[0] == 50) == ("nuts" not in method)  # the warm-up
     leaps = found["gradients"] / found["draws"]
     if "nuts" not in method:
         leaps = leaps / (2 if method in ("cva", "antithetic-stein") else 1)
@@ -110,12 +127,8 @@ def independent_chains(rivals, posterior, center, key):
     return rivals.Chains(key, algorithm, states, fold, estimate_pairs, "none")
 
 
-def test_ess_of_independent_draws_is_their_number(rivals, monkeypatch):
+def test_ess_of_independent_draws_is_their_number(rivals, chunks, monkeypatch):
     monkeypatch.setitem(rivals.METHODS, "iid", partial(independent_chains, rivals))
-    chunks, draw = [], rivals.Chains.draw
-    monkeypatch.setattr(
-        rivals.Chains, "draw", lambda self, n: (chunks.append(n), draw(self, n))
-    )
     center = np.full(25, -0.5)
     found, mean, error, variance = rivals.measure(None, "iid", 0.5, center)
     expected = np.repeat([1.0, 4 + 1.5**2], 25)
@@ -232,10 +245,14 @@ def test_differences_are_those_from_the_best(rivals, tmp_path):
     assert said[2:] == pytest.approx(found["hmc"], rel=1e-3)
 
 
-def test_peak_memory_is_that_of_the_process(rivals):
+def test_peak_memory_is_that_of_the_process(rivals, monkeypatch):
     resource = pytest.importorskip("resource")
+    np.ones(40_000_000)  # 320 MB, gone at once: the peak remembers
     unit = 2**20 if os.uname().sysname == "Darwin" else 2**10
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    assert rivals.peak_memory() == pytest.approx(most, rel=0.05)
+    nowhere = SimpleNamespace(exists=lambda: False)
+    monkeypatch.setattr(rivals, "Path", lambda path: nowhere)
     assert rivals.peak_memory() == pytest.approx(most, rel=0.05)
 
 
