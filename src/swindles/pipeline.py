@@ -111,7 +111,8 @@ def processor() -> str:
         lines = cpuinfo.read_text().splitlines()
         models = [line.split(":")[1] for line in lines if line.startswith("model name")]
         name = models[0].strip() if models else name
-    return f"{name}, {os.cpu_count()} cores"
+    may_use = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
+    return f"{name}, {len(may_use(0))} cores"
 
 
 def revision() -> str:
