@@ -218,13 +218,15 @@ def measure_path(name, rows):
     """Yield the rows along the trajectory that ``tune`` has found, repeat by repeat."""
     problem, size = make_problem(name), GRID_SIZE[name, "control"]
     known = known_expectation(jax.random.key(5), problem, 400_000)
-    wanted = name, "tuned", "control", "velocity Verlet"
-    row = next(
-        row
+    mine = name, "control", "velocity Verlet"
+    size_of = {
+        row["kind"]: settings(row)
         for row in rows
-        if (row["posterior"], row["kind"], row["scheme"], row["integrator"]) == wanted
-    )
-    path = tuning.divide(Grid(*np.transpose([settings(row)])), 0)
+        if (row["posterior"], row["scheme"], row["integrator"]) == mine
+    }
+    length = np.prod(size_of["tuned"])
+    counts = tuning.ladder(round(length / size_of["quick"][0]))
+    path = Grid(length / counts, counts)
     for number in range(REPEATS):
         found = measure(10 + number, control, problem, known, path, size)
         yield label(name, "path", found, repeat=number)

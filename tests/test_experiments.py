@@ -205,6 +205,26 @@ THEIRS = {
 }
 
 
+@pytest.mark.parametrize(("posterior", "statistic"), THEIRS)
+def test_efficiency_at_the_published_settings_is_the_authors(
+    laptop, posterior, statistic
+):
+    for scheme, theirs in zip(SCHEMES, THEIRS[posterior, statistic], strict=True):
+        which = {
+            "posterior": posterior,
+            "sampler": "hmc",
+            "scheme": scheme,
+            "settings": "published",
+            "statistic": statistic,
+        }
+        size = SIZES["laptop"][posterior]
+        ess = by_repeat(laptop, "ess", **which).mean(0) / size.chains / size.steps
+        assert 1 / 1.15 < np.median(ess) / theirs < 1.15, (scheme, np.median(ess))
+    if posterior == "logistic":
+        seconds = by_repeat(laptop, "seconds", **which)
+        assert 1000 / size.steps * seconds.min() < 17 / 2  # CVA, 256 x 1000
+
+
 def test_posteriors_agree_between_samplers(laptop):
     """Whatever the sampler and the scheme, the same posterior."""
     for posterior in ("logistic", "item"):

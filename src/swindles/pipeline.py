@@ -207,6 +207,14 @@ def as_table(rows: Sequence[Row]) -> Table:
     return table
 
 
+def rows_with(table: Table, wanted: dict[str, Any]) -> np.ndarray:
+    """Numbers of the rows in which some columns have the values given."""
+    found = np.arange(len(next(iter(table.values()))))
+    for name, value in wanted.items():
+        found = found[table[name][found] == value]
+    return found
+
+
 def where(table: Table, **wanted: Any) -> Table:
     """The rows in which some columns have the values given.
 
@@ -215,7 +223,7 @@ def where(table: Table, **wanted: Any) -> Table:
     >>> where({"n": np.array([1, 2]), "who": np.array(["a", "b"])}, who="b")["n"]
     array([2])
     """
-    use = np.all([table[name] == value for name, value in wanted.items()], axis=0)
+    use = rows_with(table, wanted)
     return {name: column[use] for name, column in table.items()}
 
 
@@ -228,5 +236,5 @@ def by_repeat(table: Table, column: str, **wanted: Any) -> np.ndarray:
     >>> by_repeat(table, "ess").tolist()
     [[1, 2], [3, 4]]
     """
-    rows = where(table, **wanted) if wanted else table
-    return rows[column].reshape(np.unique(rows["repeat"]).size, -1)
+    use = rows_with(table, wanted)
+    return table[column][use].reshape(np.unique(table["repeat"][use]).size, -1)
