@@ -173,7 +173,7 @@ def finish(
     table = table_path(folder, experiment.name)
     done = collect([*parts.glob("*.csv"), table], origin["code"])
     left = [job for job in experiment.jobs if job.name not in done]
-    for job in (bar := tqdm(left, experiment.name, disable=not left)):
+    for job in (bar := tqdm(left, experiment.name, leave=False)):
         bar.set_postfix_str(job.name)
         which = {"job": job.name} | job._asdict()
         path = parts / f"{job.name}.csv"
