@@ -43,11 +43,12 @@ _build/html:
 	@$(bin)/python tools/offline.py _build/html
 	@$(call fingerprint,$(code) $(text)) > _build/.book
 
+# Two workers with two threads each for linear algebra would wait for each other.
 test: $(ready)
 	@$(bin)/ruff check -q $(linted)
 	@$(bin)/ruff format -q --check $(linted)
 	@$(bin)/mypy --no-error-summary
-	@$(bin)/python -m pytest -q -n 2
+	@OPENBLAS_NUM_THREADS=1 $(bin)/python -m pytest -q -n 2
 
 lab: $(ready) $(viewers)
 	@cd book && ../$(bin)/jupyter lab
