@@ -140,13 +140,13 @@ def test_ess_of_independent_draws_is_their_number(rivals, chunks, monkeypatch):
     for row in rivals.make_rows("logistic", "iid", 0.5, found, mean, error, variance):
         assert 0.85 < row["ess_median"] / row["draws"] < 1.2
         assert 0.4 < row["ess_min"] / row["draws"] < row["ess_median"] / row["draws"]
-    # A short chunk, others that double, all forgotten; then equal ones.
-    pilots = [rivals.FIRST * 2**i for i in range(20)]
-    number = next(i for i, n in enumerate(chunks[1:]) if n != pilots[i])
-    rest = chunks[1 + number :]
-    assert chunks[0] == rivals.FIRST and number > 0
-    assert len(set(rest)) == 1 and 5 <= len(rest) <= 60
-    assert found["draws"] == rivals.NUM_CHAINS * sum(rest)
+    # A short chunk, others that double, all forgotten; then equal ones, whose number
+    # depends on the machine. The last pilot may have their size.
+    same = next(i for i, n in enumerate(reversed([0, *chunks])) if n != chunks[-1])
+    pilots = {rivals.FIRST * 2**i for i in range(20)}
+    assert chunks[0] == rivals.FIRST and set(chunks[:-same]) <= pilots
+    counted = found["draws"] / rivals.NUM_CHAINS / chunks[-1]
+    assert counted in (same, same - 1) and counted > 0
     assert found["gradients"] == pytest.approx(7 * found["draws"])
 
 
