@@ -70,6 +70,17 @@ def test_a_failure_keeps_what_was_done(tmp_path):
     assert log == [0, 1, 2]
 
 
+def test_a_kill_before_the_files_are_gone_doubles_nothing(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline.shutil, "rmtree", lambda *_, **__: None)
+        finish(squares(2), tmp_path, MODULES)
+    assert len(list((tmp_path / "parts" / "squares").glob("*.csv"))) == 2
+    rows = finish(squares(2), tmp_path, MODULES)
+    assert [len(found) for found in rows.values()] == [3, 3]
+    assert len(read_rows(table_path(tmp_path, "squares"))) == 6
+    assert not (tmp_path / "parts" / "squares").exists()
+
+
 def test_results_of_other_code_are_made_anew(tmp_path, monkeypatch):
     log = []
     finish(squares(2, log), tmp_path, MODULES)
