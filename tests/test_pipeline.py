@@ -102,6 +102,64 @@ def test_fingerprint_sees_code_and_nothing_else():
     assert pipeline.skeleton(text) != pipeline.skeleton(text.replace("Say", "Tell"))
 
 
+ANNOTATED = """
+from jaxtyping import Float
+import jaxtyping
+import numpy as np
+
+x: int = 1
+
+class Pair(NamedTuple):
+    first: int
+    second: int = 2
+
+    def sum(self, *more: int, scale: int = 1) -> int:
+        total: int = self.first + self.second
+        return scale * total
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (": int", ": float"),
+        ("x: int", "x"),
+        ("total: int", "total"),
+        ("more: int, scale: int = 1) -> int:", "more, scale=1):"),
+        ("from jaxtyping import Float\n", ""),
+        ("import jaxtyping\n", ""),
+        ("import Float", "import Float, Int"),
+        ("x: int = 1", "x: int = 1\ny: int"),
+    ],
+)
+def test_a_changed_annotation_does_not_count(old, new):
+    assert old in ANNOTATED
+    changed = ANNOTATED.replace(old, new)
+    assert pipeline.skeleton(ANNOTATED) == pipeline.skeleton(changed)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("first: int", "front: int"),
+        ("second: int = 2", "second: int = 3"),
+        ("second: int = 2", "second: int"),
+        ("second: int = 2", "second = 2"),
+        ("    first: int\n", ""),
+        ("first: int\n    second: int = 2", "second: int = 2\n    first: int"),
+        ("x: int = 1", "x: int = 2"),
+        ("more: int", "others: int"),
+        ("scale: int = 1", "scale: int = 2"),
+        ("import numpy as np\n", ""),
+        ("import jaxtyping\n", "import jax\n"),
+    ],
+)
+def test_a_changed_field_default_or_import_counts(old, new):
+    assert old in ANNOTATED
+    changed = ANNOTATED.replace(old, new)
+    assert pipeline.skeleton(ANNOTATED) != pipeline.skeleton(changed)
+
+
 def test_half_a_draft_is_no_file(tmp_path, monkeypatch):
     """Killed while writing: what was there before stays."""
     path = tmp_path / "a.csv"

@@ -71,12 +71,50 @@ def read_rows(path: Path) -> list[Row]:
     return list(csv.DictReader(io.StringIO(text.decode())))
 
 
+FIELD = ast.Constant(None)  # what stands for the type of any field
+
+
+class Unannotated(ast.NodeTransformer):
+    """Drops type annotations, and the import that only they need."""
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        """An argument without its type."""
+        node.annotation = None
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        """A function without the type of what it returns."""
+        node.returns = None
+        return self.generic_visit(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        """A class whose fields are still fields, but all of one type."""
+        for part in node.body:
+            if isinstance(part, ast.AnnAssign):
+                part.annotation = FIELD
+        return self.generic_visit(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
+        """``x: T = v`` as ``x = v``, and nothing for ``x: T``, unless it is a field."""
+        if node.annotation is FIELD:
+            return node
+        return node.value and ast.Assign([node.target], node.value)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | None:
+        """Nothing for ``from jaxtyping import ...``."""
+        return None if node.module == "jaxtyping" else node
+
+    def visit_Import(self, node: ast.Import) -> ast.AST | None:
+        """Nothing for ``import jaxtyping``."""
+        return None if [each.name for each in node.names] == ["jaxtyping"] else node
+
+
 def skeleton(source: str) -> str:
-    """The syntax of a module, without comments and docstrings.
+    """The syntax of a module, without comments, docstrings and type annotations.
 
     Examples
     --------
-    >>> skeleton("x = 1  # one") == skeleton("x  =  1")
+    >>> skeleton("x: int = 1  # one") == skeleton("x  =  1")
     True
     >>> skeleton("x = 1") == skeleton("x = 2")
     False
@@ -86,7 +124,7 @@ def skeleton(source: str) -> str:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             if ast.get_docstring(node) is not None:
                 node.body = node.body[1:]
-    return ast.dump(tree)
+    return ast.dump(Unannotated().visit(tree))
 
 
 def fingerprint(modules: Sequence[str]) -> str:
