@@ -99,6 +99,8 @@ def built(tmp_path_factory):
     out = tmp_path_factory.mktemp("book")
     config = yaml.safe_load((ROOT / "_config.yml").read_text())
     config["execute"]["execute_notebooks"] = "off"
+    local = config["sphinx"]["local_extensions"]
+    config["sphinx"]["local_extensions"] = {k: str(ROOT / v) for k, v in local.items()}
     # A figure that a cell draws has no label until it is drawn.
     config["sphinx"]["config"]["suppress_warnings"] = ["ref.ref", "ref.numref"]
     (out / "config.yml").write_text(yaml.safe_dump(config))
