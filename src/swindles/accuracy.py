@@ -10,6 +10,7 @@ import numpy as np
 from arviz_stats.base import array_stats
 from jax import Array
 from jax.typing import ArrayLike
+from jaxtyping import Float, Num
 from scipy.stats import t as student_t
 
 # From this many chains on, the spread between chains measures the error.
@@ -21,12 +22,30 @@ class Moments(NamedTuple):
 
     ``coupling.run`` returns them with one more axis in front: a row of sums for each
     block of steps.
+
+    Parameters
+    ----------
+    center
+        What is subtracted from the series before it is summed.
+    steps
+        Number of steps summed.
+    total
+        Sum of f - center.
+    square
+        Sum of (f - center)^2.
+
+    Examples
+    --------
+    >>> trace = np.array([[[0.0]], [[2.0]], [[3.0]], [[5.0]]])  # of one chain
+    >>> moments = trace_moments(trace, num_blocks=2)
+    >>> moments.steps.tolist(), moments.total.ravel().tolist()
+    ([2, 2], [-3.0, 3.0])
     """
 
-    center: Array | np.ndarray  # (dim,): subtracted from the series before it is summed
-    steps: Array | np.ndarray  # (): steps summed
-    total: Array | np.ndarray  # (chains, dim): sum of f - center
-    square: Array | np.ndarray  # (chains, dim): sum of (f - center)^2
+    center: Float[Array | np.ndarray, "*blocks dim"]
+    steps: Num[Array | np.ndarray, "*blocks"]
+    total: Float[Array | np.ndarray, "*blocks chains dim"]
+    square: Float[Array | np.ndarray, "*blocks chains dim"]
 
 
 def empty_moments(center: ArrayLike, num_chains: int) -> Moments:
@@ -118,18 +137,48 @@ def group_means(means: np.ndarray, count: np.ndarray) -> np.ndarray:
 
 
 class Estimate(NamedTuple):
-    """An expectation with its error. Every array has one entry per component of f."""
+    """An expectation with its error. Every array has one entry per component of f.
 
-    mean: np.ndarray
-    mcse: np.ndarray  # Monte Carlo standard error of `mean`
-    ess: np.ndarray  # independent draws that would give this error
-    rhat: np.ndarray  # split R-hat of the chain that targets P; near 1 is good
-    variance: np.ndarray  # of f under the target
-    degrees: int  # degrees of freedom of `mcse`
-    num_draws: int  # chains x steps
-    rounding: np.ndarray | float = 0.0  # what the arithmetic may be off by, if known
+    Parameters
+    ----------
+    mean
+        The estimate.
+    mcse
+        Monte Carlo standard error of ``mean``.
+    ess
+        Independent draws that would give this error.
+    rhat
+        Split R-hat of the chain that targets P; near 1 is good.
+    variance
+        That of f under the target.
+    degrees
+        Degrees of freedom of ``mcse``.
+    num_draws
+        Chains times steps.
+    rounding
+        What the arithmetic may be off by, if known.
 
-    def interval(self, level: float = 0.95) -> tuple[np.ndarray, np.ndarray]:
+    Examples
+    --------
+    >>> trace = np.random.default_rng(0).normal(3, 1, (200, 32, 1))
+    >>> estimate = summarize(trace_moments(trace))
+    >>> low, high = estimate.interval(level=0.99)
+    >>> bool(low[0] < 3 < high[0]), estimate.num_draws, estimate.warnings()
+    (True, 6400, [])
+    """
+
+    mean: Float[np.ndarray, " dim"]
+    mcse: Float[np.ndarray, " dim"]
+    ess: Float[np.ndarray, " dim"]
+    rhat: Float[np.ndarray, " dim"]
+    variance: Float[np.ndarray, " dim"]
+    degrees: int
+    num_draws: int
+    rounding: Float[np.ndarray, " dim"] | float = 0.0
+
+    def interval(
+        self, level: float = 0.95
+    ) -> tuple[Float[np.ndarray, " dim"], Float[np.ndarray, " dim"]]:
         """Lower and upper ends of a confidence interval (Student's t)."""
         half = student_t.ppf((1 + level) / 2, self.degrees) * self.mcse
         return self.mean - half, self.mean + half
@@ -149,7 +198,9 @@ class Estimate(NamedTuple):
 
 
 def summarize(
-    moments: Moments, means: np.ndarray | None = None, shared: ArrayLike = 0.0
+    moments: Moments,
+    means: Float[np.ndarray, "blocks chains dim"] | None = None,
+    shared: ArrayLike = 0.0,
 ) -> Estimate:
     """Estimate E f from running sums.
 
@@ -160,7 +211,7 @@ def summarize(
         f, R-hat and, unless ``means`` is given, the estimate.
     means
         Block means of the series that estimates E f, if that is another one: a
-        swindled series, say. Shape (blocks, chains, dim).
+        swindled series, say.
     shared
         Variance of an error that all chains have in common.
 
@@ -202,8 +253,8 @@ def split_rhat(moments: Moments) -> np.ndarray:
         return np.sqrt(shrink + between / within)
 
 
-def rank_rhat(trace: ArrayLike) -> np.ndarray:
-    """Rank-normalised split R-hat of a trace (steps, chains, dim), by ArviZ: (dim,).
+def rank_rhat(trace: ArrayLike) -> Float[np.ndarray, " dim"]:
+    """Rank-normalised split R-hat of a trace (steps, chains, dim), by ArviZ.
 
     Examples
     --------
@@ -251,8 +302,8 @@ def summarize_trace(trace: ArrayLike) -> Estimate:
     return Estimate(mean, mcse, ess, rank_rhat(trace), variance, degrees, draws)
 
 
-def correlation(first: ArrayLike, second: ArrayLike) -> np.ndarray:
-    """Correlation of two traces (steps, chains, dim), per component: (dim,).
+def correlation(first: ArrayLike, second: ArrayLike) -> Float[np.ndarray, " dim"]:
+    """Correlation of two traces (steps, chains, dim), for each component.
 
     Examples
     --------

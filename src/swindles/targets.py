@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
+from jaxtyping import Bool, Float, Int
 from scipy.special import digamma, polygamma
 
 
@@ -85,7 +86,7 @@ class Target(NamedTuple):
     parameters: Callable[[Array], dict[str, Array]]
     statistics: Mapping[str, Callable[[Array], Array]] = MOMENTS
     held_out: Callable[[Array], Array] | None = None
-    truth: dict[str, np.ndarray] | None = None
+    truth: dict[str, Float[np.ndarray, " dim"]] | None = None
 
 
 def gaussian(mean: ArrayLike, covariance: ArrayLike) -> Target:
@@ -179,15 +180,15 @@ def banana(curvature: float = 0.5, scale: float = 1.5) -> Target:
     return Target("banana", 2, logdensity, lambda x: {"x": x}, truth=truth)
 
 
-def german_credit() -> tuple[np.ndarray, np.ndarray]:
+def german_credit() -> tuple[Float[np.ndarray, "1000 25"], Bool[np.ndarray, "1000"]]:
     """Read the German credit data.
 
     Returns
     -------
     covariates
-        Shape ``(1000, 25)``: 24 columns with mean 0 and variance 1, then ones.
+        24 columns with mean 0 and variance 1, then ones.
     labels
-        Shape ``(1000,)``: true where the credit was bad.
+        True where the credit was bad.
 
     Examples
     --------
@@ -200,15 +201,17 @@ def german_credit() -> tuple[np.ndarray, np.ndarray]:
     return np.column_stack([numbers, np.ones(len(table))]), table[:, -1] == 2
 
 
-def student_answers() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def student_answers() -> tuple[
+    Int[np.ndarray, "30105"], Int[np.ndarray, "30105"], Bool[np.ndarray, "30105"]
+]:
     """Read the answers of 400 students to some of 100 questions.
 
     Returns
     -------
     student, question
-        Who was asked what, counted from 0; shape ``(30105,)`` each.
+        Who was asked what, counted from 0.
     right
-        Whether the answer was right; shape ``(30105,)``.
+        Whether the answer was right.
 
     Examples
     --------
