@@ -12,6 +12,7 @@ import numpy as np
 from blackjax.base import SamplingAlgorithm
 from jax import Array
 from jax.flatten_util import ravel_pytree
+from jaxtyping import Float
 
 from swindles.accuracy import (
     Estimate,
@@ -49,7 +50,15 @@ def mirror(logdensity: LogDensity) -> LogDensity:
 
 
 def plain(sampler: Sampler, logdensity: LogDensity) -> SamplingAlgorithm:
-    """No swindle: one chain, called "plus"."""
+    """No swindle: one chain, called "plus".
+
+    Examples
+    --------
+    >>> from swindles.coupling import hmc, start
+    >>> algorithm = plain(hmc(0.3, 5), lambda x: -0.5 * jnp.sum(x**2))
+    >>> list(start(algorithm, jnp.ones((4, 2))))
+    ['plus']
+    """
     return couple(plus=sampler(logdensity))
 
 
@@ -111,7 +120,18 @@ def check_statistic(statistic: Callable, states: dict[str, Any]) -> Array:
 
 
 def fold_pairs(statistic: Callable, states: dict[str, Any]) -> tuple[Any, Callable]:
-    """What to give ``coupling.run`` as ``fold`` for a plain or an antithetic run."""
+    """What to give ``coupling.run`` as ``fold`` for a plain or an antithetic run.
+
+    Examples
+    --------
+    >>> from swindles.coupling import hmc, run, start
+    >>> algorithm = antithetic(hmc(0.5, 3), lambda x: -0.5 * jnp.sum(x**2))
+    >>> states = start(algorithm, jnp.ones((32, 2)))
+    >>> fold = fold_pairs(lambda x: {"mean": x, "square": x**2}, states)
+    >>> _, sums = run(jax.random.key(0), algorithm, states, 10, fold, num_blocks=5)
+    >>> sums.average.total.shape  # blocks, chains, entries of the statistic
+    (5, 32, 4)
+    """
     center = check_statistic(statistic, states)
     moments = empty_moments(center, len(jax.tree.leaves(states)[0]))
 
@@ -127,12 +147,35 @@ def fold_pairs(statistic: Callable, states: dict[str, Any]) -> tuple[Any, Callab
 
 
 class Result(NamedTuple):
-    """An estimate, and how well the chains behind it were coupled."""
+    """An estimate, and how well the chains behind it were coupled.
+
+    Parameters
+    ----------
+    estimate
+        The expectations, with their errors.
+    rho
+        Correlation of "plus" with each other chain, by its name.
+    rates
+        "acceptance" and "decoupling", by chain.
+    beta
+        Regression coefficients, if there are any.
+
+    Examples
+    --------
+    >>> from swindles.coupling import hmc, run, start
+    >>> algorithm = antithetic(hmc(0.5, 3), lambda x: -0.5 * jnp.sum(x**2))
+    >>> states = start(algorithm, jax.random.normal(jax.random.key(0), (32, 2)))
+    >>> fold = fold_pairs(lambda x: x, states)
+    >>> _, sums = run(jax.random.key(1), algorithm, states, 100, fold)
+    >>> result = estimate_pairs(sums)
+    >>> result.rho["minus"].round(3).tolist(), result.rates["decoupling"]["minus"]
+    ([-1.0, -1.0], 0.0)
+    """
 
     estimate: Estimate
-    rho: dict[str, np.ndarray]  # correlation of "plus" with each other chain: (dim,)
-    rates: dict[str, dict[str, float]]  # acceptance and decoupling, by chain
-    beta: np.ndarray | None = None  # regression coefficients, if any: (features, dim)
+    rho: dict[str, Float[np.ndarray, " dim"]]
+    rates: dict[str, dict[str, float]]
+    beta: Float[np.ndarray, "features dim"] | None = None
 
 
 def antithetic_correlation(plus: Moments, average: Moments) -> np.ndarray:

@@ -14,6 +14,7 @@ import numpy as np
 from blackjax.base import SamplingAlgorithm
 from jax import Array
 from jax.flatten_util import ravel_pytree
+from jaxtyping import Float, Key
 
 from swindles.accuracy import (
     Moments,
@@ -55,11 +56,28 @@ def control(
 
 
 class Expectation(NamedTuple):
-    """The mean of some features under Q, and the covariance of its error."""
+    """The mean of some features under Q, and the covariance of its error.
 
-    mean: np.ndarray  # (features,)
-    covariance: np.ndarray  # (features, features); zero when the mean is exact
-    num_draws: int = 0  # independent draws behind it; 0 when it is exact
+    Parameters
+    ----------
+    mean
+        The mean.
+    covariance
+        That of the mean's error; zero when the mean is exact.
+    num_draws
+        Independent draws behind the mean; 0 when it is exact.
+
+    Examples
+    --------
+    >>> known = draw_expectation(jax.random.key(0), jnp.square, jnp.zeros(1), 20_000)
+    >>> error = np.sqrt(known.covariance[0, 0])
+    >>> bool(0.01 < error < 0.02), bool(abs(known.mean[0] - 1) < 4 * error)
+    (True, True)
+    """
+
+    mean: Float[np.ndarray, " features"]
+    covariance: Float[np.ndarray, "features features"]
+    num_draws: int = 0
 
 
 def exact(mean: Any) -> Expectation:
@@ -103,7 +121,11 @@ def sum_draws(
 
 
 def draw_expectation(
-    key: Array, feature: Callable, like: Any, num_draws: int, batch: int = 1024
+    key: Key[Array, ""],
+    feature: Callable,
+    like: Any,
+    num_draws: int,
+    batch: int = 1024,
 ) -> Expectation:
     """Estimate E_Q of ``feature`` for Q = N(0, I) from at least ``num_draws`` draws.
 
@@ -238,6 +260,16 @@ def fold_controls(
         What to evaluate at the control chain; the statistic itself by default.
     full
         Whether to sum all products of features, or only those of f_j with g_j.
+
+    Examples
+    --------
+    >>> from swindles.coupling import hmc, run, start
+    >>> algorithm = control(hmc(0.5, 3), lambda z: -jnp.sum(jnp.cosh(z)))
+    >>> states = start(algorithm, jnp.ones((32, 2)))
+    >>> fold = fold_controls(jnp.square, states, exact(np.ones(2)))
+    >>> _, sums = run(jax.random.key(0), algorithm, states, 100, fold, num_blocks=5)
+    >>> sums.feature.total.shape, sums.gram.value.shape
+    ((5, 32, 2), (4, 2, 2))
     """
     observe = partial(feature_values, feature or statistic)
     return fold_features(statistic, states, observe, expectation, full)
@@ -336,7 +368,9 @@ def control_correlation(sums: ControlSums, beta: np.ndarray) -> np.ndarray:
 
 
 def estimate_controls(
-    sums: ControlSums, expectation: Expectation, beta: Beta = "diagonal"
+    sums: ControlSums,
+    expectation: Expectation,
+    beta: Literal["full", "diagonal"] | Float[np.ndarray, "features dim"] = "diagonal",
 ) -> Result:
     """The estimate of a run with a control chain from its running sums.
 
@@ -344,7 +378,7 @@ def estimate_controls(
     ----------
     beta
         "diagonal" regresses each f_j on its own feature g_j, "full" on all features; an
-        array of shape (features, dim) is used as it is.
+        array is used as it is.
 
     Examples
     --------
@@ -377,11 +411,23 @@ def estimate_controls(
 
 def worthwhile_draws(
     result: Result, expectation: Expectation, cost_ratio: float
-) -> np.ndarray:
-    """How many draws of Q balance the run behind ``result``, per statistic: (dim,).
+) -> Float[np.ndarray, " dim"]:
+    """How many draws of Q balance the run behind ``result``, for each statistic.
 
     ``cost_ratio`` is what one step of one chain costs, counted in draws of Q. The
     expectation must come from ``draw_expectation``: it tells how much one draw varies.
+
+    Examples
+    --------
+    >>> from swindles.coupling import hmc, run, start
+    >>> algorithm = control(hmc(0.5, 3), lambda z: -0.6 * jnp.sum(z**2))
+    >>> states = start(algorithm, jax.random.normal(jax.random.key(0), (32, 2)))
+    >>> known = draw_expectation(jax.random.key(1), jnp.square, jnp.zeros(2), 2000)
+    >>> fold = fold_controls(jnp.square, states, known)
+    >>> _, sums = run(jax.random.key(2), algorithm, states, 100, fold)
+    >>> draws = worthwhile_draws(estimate_controls(sums, known), known, cost_ratio=10)
+    >>> bool(draws.min() > 2000)  # more draws would have paid
+    True
     """
     if expectation.num_draws == 0 or result.beta is None:
         raise ValueError("an exact expectation needs no draws")

@@ -18,6 +18,7 @@ from blackjax.mcmc.random_walk import normal
 from jax import Array
 from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
+from jaxtyping import Key, Num
 from tqdm import tqdm
 
 LogDensity = Callable[[Any], Array]
@@ -110,6 +111,9 @@ def mala(step_size: float) -> Sampler:
     Examples
     --------
     >>> algorithm = mala(0.5)(lambda x: -0.5 * jnp.sum(x**2))
+    >>> state, info = algorithm.step(jax.random.key(0), algorithm.init(jnp.ones(2)))
+    >>> state.position.shape, bool(0 < info.acceptance_rate <= 1)
+    ((2,), True)
     """
     require_positive(step_size=step_size)
     return lambda logdensity: blackjax.mala(logdensity, step_size**2 / 2)
@@ -121,6 +125,9 @@ def random_walk(step_size: float) -> Sampler:
     Examples
     --------
     >>> algorithm = random_walk(0.5)(lambda x: -0.5 * jnp.sum(x**2))
+    >>> state, info = algorithm.step(jax.random.key(0), algorithm.init(jnp.ones(2)))
+    >>> state.position.shape, bool(0 < info.acceptance_rate <= 1)
+    ((2,), True)
     """
     require_positive(step_size=step_size)
 
@@ -211,9 +218,24 @@ def blocks(num_steps: int, num_blocks: int, progress: bool) -> Iterator[tuple]:
 
 
 class Total(NamedTuple):
-    """Sums of which ``run`` returns the total over all blocks, in double precision."""
+    """Sums of which ``run`` returns the total over all blocks, in double precision.
 
-    value: Array | np.ndarray
+    Parameters
+    ----------
+    value
+        The sums.
+
+    Examples
+    --------
+    >>> algorithm = couple(plus=hmc(0.3, 5)(lambda x: -0.5 * jnp.sum(x**2)))
+    >>> states = start(algorithm, jnp.zeros((4, 2)))
+    >>> count = Total(jnp.zeros(())), lambda sums, *_: Total(sums.value + 1)
+    >>> states, counts = run(jax.random.key(0), algorithm, states, 10, count)
+    >>> counts.value.item()
+    10.0
+    """
+
+    value: Num[Array | np.ndarray, "..."]
 
 
 def is_total(node: Any) -> bool:
@@ -250,7 +272,7 @@ def keep_nothing(sums: Any, states: Any, infos: Any) -> Any:
 
 
 def run(
-    key: Array,
+    key: Key[Array, ""],
     algorithm: SamplingAlgorithm,
     states: Any,
     num_steps: int,
@@ -271,8 +293,10 @@ def run(
 
     Returns
     -------
-    The states after the last step, and the sums with the blocks along a new first axis.
-    A ``Total`` has no such axis.
+    states
+        After the last step.
+    sums
+        With the blocks along a new first axis. A ``Total`` has no such axis.
 
     Examples
     --------
@@ -301,7 +325,7 @@ def positions(states: dict[str, Any], infos: Any = None) -> dict[str, Any]:
 
 
 def record(
-    key: Array,
+    key: Key[Array, ""],
     algorithm: SamplingAlgorithm,
     states: Any,
     num_steps: int,

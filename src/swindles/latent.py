@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
+from jaxtyping import Float, Key
 
 from swindles.antithetic import Result, estimate_pairs, fold_pairs, pair_values
 from swindles.control import (
@@ -39,7 +40,26 @@ def through(transport: Transport, statistic: Callable) -> Callable[[Array], Arra
 
 
 class Problem(NamedTuple):
-    """A posterior, a map to it, and what to estimate."""
+    """A posterior, a map to it, and what to estimate.
+
+    Parameters
+    ----------
+    logdensity
+        Log density of the posterior, up to a constant.
+    transport
+        The map from z to x.
+    dim
+        Length of x.
+    statistic
+        From x to the array, or pytree of arrays, whose expectation is wanted.
+
+    Examples
+    --------
+    >>> to_x = Affine(jnp.ones(2), jnp.ones(2))
+    >>> problem = Problem(lambda x: -0.5 * x @ x, to_x, 2, jnp.square)
+    >>> problem.latent()(jnp.ones(2)).item(), problem.feature()(jnp.ones(2)).tolist()
+    (-4.0, [4.0, 4.0])
+    """
 
     logdensity: LogDensity
     transport: Transport
@@ -89,7 +109,7 @@ def is_quadratic(feature: Callable, points: Array) -> Array:
 
 
 def known_expectation(
-    key: Array, problem: Problem, num_draws: int = 400_000
+    key: Key[Array, ""], problem: Problem, num_draws: int = 400_000
 ) -> Expectation:
     """E_Q of the statistic: exact for quadratics and affine maps, else from draws.
 
@@ -111,7 +131,7 @@ def known_expectation(
 
 
 def swindle(
-    key: Array,
+    key: Key[Array, ""],
     scheme: Callable,
     sampler: Sampler,
     problem: Problem,
@@ -154,16 +174,37 @@ def swindle(
 
 
 class Quality(NamedTuple):
-    """How good a map is, for swindles."""
+    """How good a map is, for swindles.
+
+    Parameters
+    ----------
+    pareto_k
+        That of the weights; below 0.7 their tail can be trusted.
+    mean, covariance
+        Moments of the posterior in latent space.
+    rates
+        "acceptance" and "decoupling", by chain.
+    rho
+        Correlation of "plus" with "minus" and with "control", for every statistic.
+
+    Examples
+    --------
+    What to expect of correlations like these:
+
+    >>> rho = {"minus": np.array([-0.9]), "control": np.array([0.8])}
+    >>> quality = Quality(0.1, np.zeros(1), np.eye(1), rates={}, rho=rho)
+    >>> {scheme: gain.round(2).tolist() for scheme, gain in quality.gain.items()}
+    {'antithetic': [10.0], 'control': [2.78]}
+    """
 
     pareto_k: float
-    mean: np.ndarray  # of the posterior in latent space, (dim,)
-    covariance: np.ndarray  # of the same, (dim, dim)
-    rates: dict[str, dict[str, float]]  # acceptance and decoupling
-    rho: dict[str, np.ndarray]  # "minus" and "control", for every statistic
+    mean: Float[np.ndarray, " dim"]
+    covariance: Float[np.ndarray, "dim dim"]
+    rates: dict[str, dict[str, float]]
+    rho: dict[str, Float[np.ndarray, " statistics"]]
 
     @property
-    def gain(self) -> dict[str, np.ndarray]:
+    def gain(self) -> dict[str, Float[np.ndarray, " statistics"]]:
         """Predicted gain over one plain chain, for every statistic, at equal cost."""
         minus, control = self.rho["minus"], self.rho["control"]
         with np.errstate(divide="ignore"):
@@ -221,7 +262,7 @@ def cautious(dim: int) -> Sampler:
 
 
 def assess(
-    key: Array,
+    key: Key[Array, ""],
     problem: Problem,
     sampler: Sampler | None = None,
     num_chains: int = 64,

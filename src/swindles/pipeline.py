@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
+from jaxtyping import Shaped
 from tqdm import tqdm
 
 Row = dict[str, Any]
@@ -37,11 +38,34 @@ class Job(Protocol):
 
 
 class Experiment(NamedTuple):
-    """A table of results, made by jobs that can be done one by one."""
+    """A table of results, made by jobs that can be done one by one.
+
+    Parameters
+    ----------
+    name
+        The name of the table.
+    jobs
+        Anything with a ``name`` that no other job has, and an ``_asdict``.
+    measure
+        From a job to its rows.
+
+    Examples
+    --------
+    >>> class Square(NamedTuple):
+    ...     number: int
+    ...
+    ...     @property
+    ...     def name(self):
+    ...         return f"square-{self.number}"
+    >>> jobs = [Square(2), Square(3)]
+    >>> squares = Experiment("squares", jobs, lambda job: [{"square": job.number**2}])
+    >>> squares.measure(squares.jobs[1])
+    [{'square': 9}]
+    """
 
     name: str
     jobs: Sequence[Job]
-    measure: Callable[[Any], list[Row]]  # from a job to its rows
+    measure: Callable[[Any], list[Row]]
 
 
 def write_rows(path: Path, rows: list[Row]) -> None:
@@ -206,6 +230,31 @@ def finish(
     """Do the jobs that are not done yet, and write the table. Returns all rows.
 
     They come by the name of the job, every value a string.
+
+    Parameters
+    ----------
+    experiment
+        What to do.
+    folder
+        Where the table is, or will be.
+    modules
+        Modules of this package. Results of another state of their code are made anew.
+
+    Examples
+    --------
+    >>> from tempfile import TemporaryDirectory
+    >>> class Square(NamedTuple):
+    ...     number: int
+    ...
+    ...     @property
+    ...     def name(self):
+    ...         return f"square-{self.number}"
+    >>> jobs = [Square(2), Square(3)]
+    >>> squares = Experiment("squares", jobs, lambda job: [{"square": job.number**2}])
+    >>> with TemporaryDirectory() as folder:
+    ...     rows = finish(squares, Path(folder), ["pipeline"])
+    >>> rows["square-3"][0]["square"]
+    '9'
     """
     origin, parts = provenance(modules), folder / "parts" / experiment.name
     table = table_path(folder, experiment.name)
@@ -223,7 +272,7 @@ def finish(
     return {job.name: done[job.name] for job in experiment.jobs}
 
 
-Table = dict[str, np.ndarray]
+Table = dict[str, Shaped[np.ndarray, " rows"]]
 
 
 def as_table(rows: Sequence[Row]) -> Table:

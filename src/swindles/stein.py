@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Key
 
 from swindles.accuracy import block_means, target_variance
 from swindles.antithetic import (
@@ -157,6 +158,16 @@ def fold_stein(
 
     ``expectation`` is the mean of the statistic under Q, for schemes with a control
     chain. Products for the regression are summed at every ``every``-th step.
+
+    Examples
+    --------
+    >>> from swindles.coupling import hmc
+    >>> algorithm = plain(hmc(0.5, 3), lambda z: -jnp.sum(jnp.cosh(z)))
+    >>> states = start(algorithm, jnp.ones((32, 2)))
+    >>> fold = fold_stein(jnp.square, states, "diagonal")
+    >>> _, sums = run(jax.random.key(0), algorithm, states, 10, fold, num_blocks=5)
+    >>> sums.controls.feature.total.shape  # blocks, chains, features
+    (5, 32, 4)
     """
     require_positive(every=every)
     known, level = plan_features(states, order, expectation)
@@ -370,7 +381,7 @@ def estimate_stein(
 
 
 def stein_swindle(
-    key: Array,
+    key: Key[Array, ""],
     scheme: Callable,
     sampler: Sampler,
     problem: Problem,
@@ -491,11 +502,26 @@ def describe(scheme: str, order: Order) -> str:
 
 
 class Choice(NamedTuple):
-    """The scheme and the order of Stein features that promise most."""
+    """The scheme and the order of Stein features that promise most.
+
+    Parameters
+    ----------
+    scheme, order
+        What to give ``stein_swindle``.
+    forecast
+        Effective draws a second, by the scheme's name and the order.
+
+    Examples
+    --------
+    >>> forecast = {("plain", "none"): 10.0, ("cva", "full"): 900.0}
+    >>> print(Choice(cva, "full", forecast))  # doctest: +NORMALIZE_WHITESPACE
+    use cva with full Stein features: 900 effective draws a second, 90 times a plain
+    chain; the next best is plain with no Stein features with 10
+    """
 
     scheme: Callable
     order: Order
-    forecast: dict[tuple[str, Order], float]  # effective draws a second
+    forecast: dict[tuple[str, Order], float]
 
     def __str__(self) -> str:
         """One line to read."""
@@ -530,7 +556,7 @@ def draws_per_second(
 
 
 def choose(
-    key: Array,
+    key: Key[Array, ""],
     sampler: Sampler,
     problem: Problem,
     num_chains: int = 64,

@@ -15,6 +15,7 @@ from blackjax.base import SamplingAlgorithm
 from blackjax.mcmc import integrators
 from jax import Array
 from jax.typing import ArrayLike
+from jaxtyping import Float, Key
 from scipy.interpolate import PchipInterpolator
 from scipy.special import ndtri
 from tqdm import tqdm
@@ -42,7 +43,9 @@ from swindles.coupling import (
 from swindles.latent import Problem
 
 
-def efficiency_bound(acceptance: ArrayLike, power: float = 0.5) -> np.ndarray:
+def efficiency_bound(
+    acceptance: ArrayLike, power: float = 0.5
+) -> Float[np.ndarray, "..."]:
     """ESS per gradient at an acceptance rate, up to a constant (Beskos et al. 2013).
 
     ``power`` is 1/2 for HMC with leapfrog steps and a fixed trajectory length, 2/3 for
@@ -59,14 +62,40 @@ def efficiency_bound(acceptance: ArrayLike, power: float = 0.5) -> np.ndarray:
 
 
 class Family(NamedTuple):
-    """A kind of sampler whose step size is still open."""
+    """A kind of sampler whose step size is still open.
+
+    Parameters
+    ----------
+    name
+        What to call it.
+    make
+        From step size and number of integration steps to a sampler.
+    power
+        That of the normal quantile, in ``efficiency_bound``.
+    target
+        The acceptance that ``quick`` aims at.
+    has_length
+        Whether trajectories have several steps.
+    cost
+        Evaluations of the density in each of them.
+
+    Examples
+    --------
+    HMC with another integrator, which takes two gradients a step:
+
+    >>> make = partial(hmc, integrator=integrators.mclachlan)
+    >>> family = Family("McLachlan", make, 1 / 2, 0.99, has_length=True, cost=2)
+    >>> algorithm = family.make(0.5, 3)(lambda x: -0.5 * jnp.sum(x**2))
+    >>> algorithm.init(jnp.ones(2)).logdensity.item()
+    -1.0
+    """
 
     name: str
-    make: Callable[[Any, Any], Sampler]  # from step size and number of steps
-    power: float  # of the normal quantile, in `efficiency_bound`
-    target: float  # the acceptance that `quick` aims at
-    has_length: bool = False  # whether trajectories have several steps
-    cost: int = 1  # evaluations of the density in each of them
+    make: Callable[[Any, Any], Sampler]
+    power: float
+    target: float
+    has_length: bool = False
+    cost: int = 1
 
 
 HMC = Family("HMC", hmc, 1 / 2, 0.95, has_length=True)
@@ -428,13 +457,34 @@ def resample(
 
 
 class Quick(NamedTuple):
-    """A step size for a given acceptance."""
+    """A step size for a given acceptance.
+
+    Parameters
+    ----------
+    step_size, num_integration_steps
+        The settings.
+    acceptance
+        That of the second half of the adaptation.
+    positions
+        Where the chains ended.
+    gradients
+        How many were spent, over all chains.
+
+    Examples
+    --------
+    >>> from swindles.transport import identity, standard_normal
+    >>> problem = Problem(standard_normal, identity(10), 10)
+    >>> found = quick(jax.random.key(0), problem, num_chains=16)
+    >>> found.positions.shape
+    (16, 10)
+    >>> sampler = hmc(found.step_size, found.num_integration_steps)
+    """
 
     step_size: float
     num_integration_steps: int
-    acceptance: float  # over the second half of the adaptation
-    positions: Array  # where the chains ended: (chains, dim)
-    gradients: int  # spent, over all chains
+    acceptance: float
+    positions: Float[Array, "chains dim"]
+    gradients: int
 
 
 # An adaptation takes no more leapfrog steps than this, however small they get.
@@ -486,7 +536,7 @@ def check_acceptance(rate: float, target: float, relative_size: float) -> None:
 
 
 def quick(
-    key: Array,
+    key: Key[Array, ""],
     problem: Problem,
     family: Family = HMC,
     target: float | None = None,
@@ -569,18 +619,52 @@ def spread_sizes(step_size: float) -> Grid:
 
 
 class Tuning(NamedTuple):
-    """Recommended settings, and why."""
+    """Recommended settings, and why.
+
+    Parameters
+    ----------
+    scheme
+        The name of the scheme that was tuned.
+    step_size, num_integration_steps
+        The settings.
+    acceptance
+        What they are predicted to give.
+    interval
+        90 % of resampled pilots want a step size in here.
+    lengths
+        Pilot runs with trajectories of several lengths, and one step size.
+    sizes
+        Pilot runs with several step sizes, and one trajectory length.
+    curve
+        Predicted efficiency against acceptance.
+    quantile
+        Which statistic was tuned for.
+    gradients
+        How many were spent, over all chains.
+
+    Examples
+    --------
+    >>> from swindles.antithetic import plain
+    >>> from swindles.transport import identity
+    >>> problem = Problem(lambda x: -jnp.sum(jnp.cosh(x)), identity(5), 5)
+    >>> tuning = tune(jax.random.key(0), plain, problem, MALA, 16, budget=2e4)
+    >>> print(tuning)  # doctest: +ELLIPSIS
+    MALA, plain: step size ..., 1 to a trajectory
+    acceptance ..., 19,968 gradients spent
+       step  leaps  accept    left  R-hat  ESS/grad  predicted
+    ...
+    """
 
     scheme: str
     step_size: float
     num_integration_steps: int
-    acceptance: float  # predicted
-    interval: tuple[float, float]  # 90 % of resampled pilots want a step size in here
-    lengths: Pilot | None  # trajectories of several lengths, one step size
-    sizes: Pilot  # several step sizes, one trajectory length
+    acceptance: float
+    interval: tuple[float, float]
+    lengths: Pilot | None
+    sizes: Pilot
     curve: Curve
     quantile: float
-    gradients: int  # spent, over all chains
+    gradients: int
 
     @property
     def sampler(self) -> Sampler:
@@ -725,7 +809,7 @@ def conclude(
 
 
 def tune(
-    key: Array,
+    key: Key[Array, ""],
     scheme: Callable,
     problem: Problem,
     family: Family = HMC,
