@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jaxtyping
+import numpy as np
 import pytest
 import signatures
+from jaxtyping import Float
 
 Number = int | float
 PAGE = Path(__file__).parents[1] / "book" / "api.md"
@@ -140,8 +142,8 @@ class Pair(NamedTuple):
     first: Number
     second: Number = 0
 
-    def double(self, both: bool = True) -> Number:
-        return 2 * self.first
+    def double(self, both: bool = True) -> Float[np.ndarray, " two"]:
+        return np.full(2, 2 * self.first)
 
 
 def test_signatures_are_those_of_the_source():
@@ -149,6 +151,9 @@ def test_signatures_are_those_of_the_source():
         return signatures.replace(None, what, "name", item, None, "", "")
 
     assert signature("class", Pair) == ("(first: Number, second: Number = 0)", None)
-    assert signature("method", Pair.double) == ("(both: bool=True)", "Number")
+    assert signature("method", Pair.double) == (
+        "(both: bool=True)",
+        "Float[np.ndarray, 'two']",
+    )
     assert signature("function", Pair.double)[0] == "(self, both: bool=True)"
     assert signature("property", Pair.double) is None

@@ -1,7 +1,8 @@
 """Signatures on the API page, as they are written in the source.
 
 Sphinx would spell out every name for a type: ``Sampler`` would be a ``Callable`` of a
-``Callable``. This extension gives it the text of the source instead.
+``Callable``. This extension gives it the text of the source instead. The space that
+keeps linters from taking the shape " dim" for a name is left out.
 """
 
 import ast
@@ -22,6 +23,9 @@ def written(source: str, bound: bool = False) -> tuple[str, str | None]:
     ``bound`` leaves out the first argument, which a method gets by itself.
     """
     node = ast.parse(textwrap.dedent(source)).body[0]
+    for part in ast.walk(node):
+        if isinstance(part, ast.Constant) and isinstance(part.value, str):
+            part.value = part.value.strip()
     if isinstance(node, ast.ClassDef):
         fields = [field(part) for part in node.body if isinstance(part, ast.AnnAssign)]
         return f"({', '.join(fields)})" if fields else "", None
