@@ -13,6 +13,7 @@ import yaml
 from swindles import style
 
 ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "book" / "api.md"
 CHAPTERS = sorted((ROOT / "book").glob("*.md"))
 
 
@@ -125,6 +126,15 @@ def test_maths_is_in_the_book(built):
     page = (built / "book" / "notation.html").read_text(encoding="utf-8")
     script = re.search(r'src="([^"]*mathjax/[^"?]*)', page).group(1)
     assert (built / "book" / script).exists()
+
+
+def test_public_names_are_in_the_book(built):
+    names = re.findall(r"^\.\. auto\w+:: (\w+)$", PAGE.read_text(), re.M)
+    page = (built / "book" / "api.html").read_text(encoding="utf-8")
+    shown = re.findall(r'id="swindles\.\w+\.(\w+)"', page)
+    assert sorted(shown) == sorted(names)
+    for junk in ("Alias for field", " at 0x", "&#39; dim"):
+        assert junk not in page
 
 
 def test_readme_example_gives_what_the_readme_shows():
