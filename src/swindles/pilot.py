@@ -87,7 +87,7 @@ def adapt(
 
     def body(carry: tuple, i: Array) -> tuple[tuple, tuple]:
         states, average = carry
-        size = jnp.exp(average.log_step_size)
+        size: Any = jnp.exp(average.log_step_size)
         step = hmc(size, leaps_for(size))(latent).step
         states, infos = jax.vmap(step)(step_keys(key, i, len(z)), states)
         rate = jnp.nan_to_num(infos.acceptance_rate).mean()
@@ -216,11 +216,11 @@ def warm_up(key: Array, transport: Transport, flat: Flat, num_chains: int) -> Wa
 
 
 # Programs of these have derivatives of all orders.
-SMOOTH = set(
-    """add sub mul div neg square integer_pow dot_general reduce_sum reshape squeeze
-    broadcast_in_dim concatenate slice dynamic_slice split gather transpose copy
-    convert_element_type pjit jit""".split()
-)
+SMOOTH = """
+add sub mul div neg square integer_pow dot_general reduce_sum reshape squeeze split
+broadcast_in_dim concatenate slice dynamic_slice gather transpose copy pjit jit
+convert_element_type
+"""
 
 
 def is_smooth(jaxpr: Any) -> bool:
@@ -236,7 +236,7 @@ def is_smooth(jaxpr: Any) -> bool:
     """
     for equation in jaxpr.eqns:
         inner = [p.jaxpr for p in equation.params.values() if hasattr(p, "jaxpr")]
-        if equation.primitive.name not in SMOOTH:
+        if equation.primitive.name not in SMOOTH.split():
             return False
         if not all(map(is_smooth, inner)):
             return False
@@ -245,7 +245,7 @@ def is_smooth(jaxpr: Any) -> bool:
 
 @eqx.filter_jit
 def draw_means(keys: Array, feature: Callable, dim: int) -> Array:
-    """Means over 512 antithetic pairs from N(0, I), for each key: (keys, statistics)."""
+    """Means over 512 antithetic pairs from N(0, I) for each key: (keys, statistics)."""
 
     def mean(key: Array) -> Array:
         z = jax.random.normal(key, (512, dim))

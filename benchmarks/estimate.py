@@ -1,0 +1,303 @@
+"""Is what `estimate` says true, and is it worth its time?
+
+    python benchmarks/estimate.py repeats   # stated errors against real ones
+    python benchmarks/estimate.py plain     # error per second against plain HMC
+
+Both write a table into book/results/, which the chapter `estimate` and its tests read.
+About 20 minutes each on one core. Name models to run only those.
+"""
+
+import argparse
+import csv
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer.reparam import TransformReparam
+from scipy.special import logsumexp
+
+import swindles
+from swindles import targets
+from swindles.models import Model, from_numpyro
+
+RESULTS = Path(__file__).parents[1] / "book" / "results"
+REPEATS = 20
+
+EFFECT = np.array([28.0, 8, -3, 7, -1, 1, 18, 12])
+ERROR = np.array([15.0, 10, 16, 11, 9, 11, 10, 18])
+
+
+def eight_schools(effect: Any, error: Any) -> None:
+    """NumPyro's non-centred example."""
+    mu = numpyro.sample("mu", dist.Normal(0, 5))
+    tau = numpyro.sample("tau", dist.HalfCauchy(5))
+    with numpyro.plate("J", len(effect)):
+        with numpyro.handlers.reparam(config={"theta": TransformReparam()}):
+            theta = numpyro.sample(
+                "theta",
+                dist.TransformedDistribution(
+                    dist.Normal(0.0, 1.0), dist.transforms.AffineTransform(mu, tau)
+                ),
+            )
+        numpyro.sample("obs", dist.Normal(theta, error), obs=effect)
+
+
+def eight_schools_truth() -> dict[str, np.ndarray]:
+    """Exact means: given tau all is Gaussian, and tau is integrated numerically."""
+    u = np.linspace(-15, 12, 40_001)  # log tau
+    tau = np.exp(u)
+    variance = ERROR**2 + tau[:, None] ** 2
+    precision = 1 / 25 + (1 / variance).sum(1)
+    mu = (EFFECT / variance).sum(1) / precision
+    log_weight = (
+        -0.5 * np.log(variance).sum(1)
+        - 0.5 * (EFFECT**2 / variance).sum(1)
+        + 0.5 * mu**2 * precision
+        - 0.5 * np.log(precision)
+        - np.log1p((tau / 5) ** 2)
+        + u
+    )
+    weight = np.exp(log_weight - logsumexp(log_weight))
+    shrunk = tau[:, None] ** 2 / variance
+    theta = mu[:, None] + shrunk * (EFFECT - mu[:, None])
+    return {"mu": weight @ mu, "tau": weight @ tau, "theta": weight @ theta}
+
+
+def executions_data() -> tuple[np.ndarray, np.ndarray]:
+    """Executions in 17 states in 1997, and what may explain them, from statsmodels."""
+    from statsmodels.datasets import cpunish
+
+    data = cpunish.load_pandas()
+    x = np.asarray(data.exog, float)
+    x = (x - x.mean(0)) / x.std(0)
+    return np.column_stack([np.ones(len(x)), x]), np.asarray(data.endog, float)
+
+
+def poisson_regression(x: Any, y: Any) -> None:
+    """A Poisson regression with normal priors."""
+    prior = dist.Normal(0, 1).expand([x.shape[1]]).to_event(1)
+    b = numpyro.sample("b", prior)
+    numpyro.sample("y", dist.Poisson(jnp.exp(x @ b)), obs=y)
+
+
+def poisson_truth(draws: int = 4_000_000) -> tuple[np.ndarray, np.ndarray]:
+    """Means by importance sampling from Student's t at the mode, and their errors."""
+    from scipy.optimize import minimize
+
+    x, y = executions_data()
+
+    def logdensity(b: np.ndarray) -> np.ndarray:
+        eta = b @ x.T
+        return eta @ y - np.exp(eta).sum(-1) - 0.5 * (b**2).sum(-1)
+
+    mode = minimize(lambda b: -logdensity(b), np.zeros(x.shape[1])).x
+    rate = np.exp(x @ mode)
+    root = np.linalg.cholesky(np.linalg.inv((x.T * rate) @ x + np.eye(len(mode))))
+    rng, degrees, sums = np.random.default_rng(0), 8, []
+    for _ in range(draws // 100_000):
+        z = rng.normal(size=(100_000, len(mode)))
+        z /= np.sqrt(rng.chisquare(degrees, 100_000) / degrees)[:, None]
+        b = mode + z @ root.T
+        log_t = -(degrees + len(mode)) / 2 * np.log1p((z**2).sum(1) / degrees)
+        weight = np.exp(logdensity(b) - log_t - logdensity(mode))
+        sums.append((weight.sum(), weight @ b))
+    each = np.array([mean / total for total, mean in sums])
+    total = sum(t for t, _ in sums)
+    mean = sum(m for _, m in sums) / total
+    return mean, each.std(0, ddof=1) / np.sqrt(len(each))
+
+
+def logistic_truth() -> tuple[np.ndarray, np.ndarray]:
+    """Published means, and their errors, of inference-gym."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from conftest import load_ground_truth
+
+    truth = load_ground_truth("german_credit_numeric_logistic_regression")
+    return truth.IDENTITY_MEAN, truth.IDENTITY_MEAN_STANDARD_ERROR
+
+
+class Case(NamedTuple):
+    """A model of others, its true means with their errors, and the error to ask for."""
+
+    model: Callable[[], Model]
+    statistics: Callable[[Any], Any]
+    truth: Callable[[], tuple[np.ndarray, np.ndarray]]
+    relative: float
+
+
+def schools_truth() -> tuple[np.ndarray, np.ndarray]:
+    """In the order of the statistics."""
+    truth = eight_schools_truth()
+    mean = np.concatenate([[truth["mu"], truth["tau"]], truth["theta"]])
+    return mean, np.zeros(10)
+
+
+CASES = {
+    "eight schools": Case(
+        lambda: from_numpyro(eight_schools, EFFECT, ERROR),
+        lambda site: {name: site[name] for name in ("mu", "tau", "theta")},
+        schools_truth,
+        0.003,
+    ),
+    "Poisson regression": Case(
+        lambda: from_numpyro(poisson_regression, *executions_data()),
+        lambda site: site["b"],
+        poisson_truth,
+        0.0002,
+    ),
+    "logistic regression": Case(
+        lambda: Model(targets.logistic_regression().logdensity, jnp.zeros(25)),
+        lambda x: x,
+        logistic_truth,
+        0.0001,
+    ),
+}
+
+
+def repeat(name: str, seed: int, truth: tuple[np.ndarray, np.ndarray]) -> list[dict]:
+    """One call of `estimate`, as rows of a table."""
+    case = CASES[name]
+    report = swindles.estimate(
+        case.model(), None, case.statistics, seed, relative=case.relative, seconds=120
+    )
+    found, sd = report.estimate, np.sqrt(report.estimate.variance)
+    about = {
+        "model": name,
+        "repeat": seed,
+        "scheme": report.run.plan.scheme,
+        "reached": int(report.reached),
+        "trusted": int(report.trusted),
+        "steps": int(np.sum(report.run.rows.plus.steps)),
+        "seconds": round(report.run.seconds, 2),
+    }
+    columns = zip(report.names, found.mean, found.mcse, sd, *truth, strict=True)
+    return [
+        about
+        | {
+            "statistic": which,
+            "mean": m,
+            "mcse": e,
+            "sd": s,
+            "asked": case.relative * s,
+        }
+        | {"truth": t, "truth_error": te}
+        for which, m, e, s, t, te in columns
+    ]
+
+
+def funnel(x: Any) -> Any:
+    """Neal's funnel in ten dimensions."""
+    return -(x[0] ** 2) / 18 - 4.5 * x[0] - 0.5 * jnp.sum(x[1:] ** 2) * jnp.exp(-x[0])
+
+
+def mixture(x: Any) -> Any:
+    """Two normal modes, three standard deviations apart, one with twice the weight."""
+    near, far = jnp.sum((x - 1.5) ** 2), jnp.sum((x + 1.5) ** 2)
+    return jnp.logaddexp(-near / 2, -far / 2 - jnp.log(2.0))
+
+
+def student(x: Any) -> Any:
+    """Student's t with five degrees of freedom, in five dimensions."""
+    return -3 * jnp.sum(jnp.log1p(x**2 / 5))
+
+
+@cache
+def stiff() -> np.ndarray:
+    """The precision of a correlated Gaussian of condition 10^4."""
+    rng = np.random.default_rng(0)
+    turn = np.linalg.qr(rng.normal(size=(20, 20)))[0]
+    return (turn * np.geomspace(1, 1e4, 20)) @ turn.T
+
+
+def correlated(x: Any) -> Any:
+    """That Gaussian."""
+    return -0.5 * x @ (jnp.asarray(stiff(), x.dtype) @ x)
+
+
+POSTERIORS = {
+    "logistic": (targets.logistic_regression, 25),
+    "sparse": (targets.sparse_logistic_regression, 51),
+    "item response": (targets.item_response, 501),
+    "funnel": (lambda: funnel, 10),
+    "banana": (lambda: targets.banana(), 2),
+    "mixture": (lambda: mixture, 2),
+    "Student's t": (lambda: student, 5),
+    "correlated Gaussian": (lambda: correlated, 20),
+}
+
+
+def race(name: str, seed: int, seconds: float) -> list[dict]:
+    """The same time for `estimate` as it comes and for plain HMC: rows of a table."""
+    make, dim = POSTERIORS[name]
+    made = make()
+    logdensity = getattr(made, "logdensity", made)
+    rows = []
+    for scheme in (None, "plain"):
+        report = swindles.estimate(
+            logdensity,
+            jnp.zeros(dim) + 0.1,
+            lambda x: {"mean": x, "square": x**2},
+            seed,
+            relative=1e-9,
+            seconds=seconds,
+            scheme=scheme,
+        )
+        error = report.estimate.mcse / np.sqrt(report.estimate.variance)
+        rows.append(
+            {
+                "posterior": name,
+                "repeat": seed,
+                "asked": scheme or "",
+                "scheme": report.run.plan.scheme,
+                "steps": int(np.sum(report.run.rows.plus.steps)),
+                "seconds": round(report.run.seconds, 2),
+                "worst": error.max(),
+                "median": np.median(error),
+                "rhat": report.estimate.rhat.max(),
+            }
+        )
+    return rows
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    """Write a table."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def main() -> None:
+    """Run what the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["repeats", "plain"])
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each run")
+    parser.add_argument("--number", type=int, help="how many repeats")
+    arguments = parser.parse_args()
+    known = CASES if arguments.what == "repeats" else POSTERIORS
+    rows: list[dict] = []
+    for name in arguments.names or known:
+        if arguments.what == "repeats":
+            truth = CASES[name].truth()
+            for seed in range(arguments.number or REPEATS):
+                rows += repeat(name, seed, truth)
+                print(
+                    name, seed, {k: rows[-1][k] for k in ("scheme", "steps", "seconds")}
+                )
+        else:
+            for seed in range(arguments.number or 3):
+                rows += race(name, seed, arguments.seconds)
+                print(rows[-2], rows[-1], sep="\n", flush=True)
+    if not arguments.names:
+        write(RESULTS / f"estimate_{arguments.what}.csv", rows)
+
+
+if __name__ == "__main__":
+    main()
