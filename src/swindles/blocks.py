@@ -167,21 +167,38 @@ def estimate_rows(run: Run) -> Estimate:
     rows, plan = run.rows, run.plan
     steps = np.asarray(rows.plus.steps, np.float64)[:, None, None]
     means = plan.center + np.asarray(rows.total, np.float64) / steps
-    return summarize(rows.plus, means, plan.shared)._replace(rounding=plan.rounding)
+    return summarize(rows.plus, means, plan.shared + plan.rounding**2)
 
 
-def drift(run: Run, level: float = 1e-3) -> bool:
+def beyond_chance(difference: np.ndarray, noise: np.ndarray, level: float) -> bool:
+    """Whether chains agree that a difference (chains, statistics) is not zero.
+
+    ``noise`` is a standard error to allow for, besides that of the mean over chains.
+    ``level`` is the probability of a false alarm, over all statistics.
+
+    Examples
+    --------
+    >>> chance = np.random.default_rng(0).normal(size=(100, 5))
+    >>> [beyond_chance(chance + shift, np.zeros(5), 1e-3) for shift in (0.0, 1.0)]
+    [False, True]
+    """
+    chains, number = difference.shape
+    error = np.sqrt(difference.var(0, ddof=1) / chains + noise**2)
+    limit = student_t.isf(level / 2 / number, chains - 1)
+    return bool((np.abs(difference.mean(0)) > limit * error).any())
+
+
+def drift(run: Run) -> bool:
     """Whether the two halves of a run differ beyond chance, in any statistic."""
     steps, total = run.rows.plus.steps, np.asarray(run.rows.total, np.float64)
     half = len(steps) // 2
-    parts = [
-        (total[s].sum(0) / steps[s].sum()) for s in (slice(half), slice(half, None))
-    ]
-    difference = parts[1] - parts[0]
-    chains, number = difference.shape
-    error = np.sqrt(difference.var(0, ddof=1) / chains + run.plan.rounding**2)
-    limit = student_t.isf(level / 2 / number, chains - 1)
-    return bool((np.abs(difference.mean(0)) > limit * error).any())
+    if not half:
+        return False
+    first, second = (
+        total[part].sum(0) / steps[part].sum()
+        for part in (slice(half), slice(half, None))
+    )
+    return beyond_chance(second - first, run.plan.rounding, 1e-3)
 
 
 def drop_half(run: Run) -> Run:
@@ -191,13 +208,24 @@ def drop_half(run: Run) -> Run:
     return run._replace(rows=rows, draws=draws, dropped=run.dropped + half * run.length)
 
 
+def bias(run: Run) -> bool:
+    """Whether the swindled average differs from the plain one beyond chance."""
+    rows, steps = run.rows, float(np.sum(run.rows.plus.steps))
+    total = np.asarray(rows.total, np.float64) - np.asarray(rows.plus.total, np.float64)
+    noise = np.sqrt(run.plan.shared + run.plan.rounding**2)
+    return beyond_chance(total.sum(0) / steps, noise, 1e-4)
+
+
 LEAST_ROWS = 8
 
 
 def is_reached(run: Run, estimate: Estimate, goal: Goal) -> bool:
-    """Whether the run is as accurate as was asked for."""
+    """Whether the run is as accurate as was asked for, or as it can be."""
     asked = goal.asked(np.sqrt(estimate.variance))
+    asked = np.maximum(asked, 2 * np.sqrt(run.plan.shared + run.plan.rounding**2))
     margin = 1 + 1 / np.sqrt(2 * estimate.degrees)
+    if not np.isfinite(estimate.mean).all():
+        return True
     return (
         len(run.draws) >= LEAST_ROWS
         and bool((margin * estimate.mcse <= asked).all())
@@ -216,9 +244,9 @@ def make_step(plan: Plan, latent: Callable) -> Callable:
 
 def look(run: Run, estimate: Estimate) -> np.ndarray:
     """A line for the history of a run."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        error = estimate.mcse / np.sqrt(estimate.variance)
-    worst, median = np.nanmax(error, initial=0), np.nanmedian(error)
+    varies = estimate.variance > 0
+    error = estimate.mcse[varies] / np.sqrt(estimate.variance[varies])
+    worst, median = (error.max(), np.median(error)) if error.size else (np.nan, np.nan)
     return np.array([run.gradients, run.seconds, worst, median])
 
 

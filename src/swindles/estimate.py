@@ -24,6 +24,7 @@ from swindles.blocks import (
     Run,
     add_block,
     append,
+    bias,
     drift,
     drop_half,
     estimate_rows,
@@ -80,6 +81,11 @@ def chain_doubts(run: Run) -> list[str]:
         found.append(f"only {apart} decouplings: the error itself is not well known")
     if drift(run):
         found.append("the two halves of the run differ: the chains are still moving")
+    if bias(run):
+        found.append(
+            "the swindled average is not that of the chain: the density is cut off, or "
+            'a chain is lost; scheme="plain" is safe'
+        )
     return found
 
 
@@ -99,9 +105,15 @@ def doubts(run: Run, estimate: Estimate, flat: Flat, transport: Transport) -> li
     return found
 
 
-def remarks(run: Run) -> list[str]:
+def remarks(run: Run, estimate: Estimate) -> list[str]:
     """What is good to know, in words."""
-    found = []
+    found, plan = [], run.plan
+    if (estimate.mcse < 1.5 * plan.rounding).any():
+        found.append("some errors are those of the arithmetic: jax_enable_x64 may help")
+    if (estimate.mcse < 1.5 * np.sqrt(plan.shared)).any():
+        found.append(
+            "some errors are those of the control's mean, and stay as they are"
+        )
     if run.pareto_k > 0.7:
         found.append(
             f"the posterior is far from the map (Pareto k {run.pareto_k:.1f}): a flow "
@@ -380,7 +392,7 @@ def finish(
         flat.names,
         reached,
         found,
-        remarks(run),
+        remarks(run, estimate),
         flat,
         transport,
         about,
@@ -637,7 +649,8 @@ def load(
     if model is None:
         now = estimate_rows(run)
         found = now.warnings() + chain_doubts(run)
-        return Report(now, run, goal, names, False, found, remarks(run), about=about)
+        notes = remarks(run, now)
+        return Report(now, run, goal, names, False, found, notes, about=about)
     flat = flatten(as_model(model, position), statistics)
     mine = about | {"names": flat.names}
     run, to_x = take_up(Path(path), mine, transport)

@@ -193,7 +193,7 @@ def check_acceptance(rate: float, target: float, step_size: float) -> None:
     if rate > (1 + target) / 2 or step_size > 1e6:
         raise ValueError(
             f"nearly all proposals are accepted, whatever the step size ({rate:.0%}): "
-            "the log density is constant, so there is no posterior"
+            "the log density is constant or has no maximum, so there is no posterior"
         )
 
 
@@ -358,12 +358,12 @@ def fit_control(f: np.ndarray, g: np.ndarray, known: np.ndarray) -> Fitted:
         a, b = (x[:, use] - x[:, use].mean((0, 1)) for x in (f, g))
         square = (b * b).mean((0, 1))
         slopes.append((a * b).mean((0, 1)) / np.where(square > 0, square, np.inf))
-    f, g, size = f.mean(0), g.mean(0) - known, np.abs(f).mean((0, 1))
+    f, g = f.mean(0), g.mean(0) - known
     even, odd, _ = halves(len(f))
     left = [(f - slopes[0] * g)[odd], (f - slopes[1] * g)[even]]
     variance = steps * np.mean([part.var(0, ddof=1) for part in left], axis=0)
-    mean = (f - slopes[2] * g).mean(0)
-    return Fitted(slopes[2], np.zeros((0, size.size)), variance, mean, size)
+    mean, none = (f - slopes[2] * g).mean(0), np.zeros((0, f.shape[1]))
+    return Fitted(slopes[2], none, variance, mean, np.zeros(f.shape[1]))
 
 
 PENALTIES = (1e-1, 1e-3, 1e-5, 1e-7)
@@ -386,30 +386,38 @@ def stein_betas(
     return list(tries.values())
 
 
+def is_off(correction: np.ndarray) -> np.ndarray:
+    """Whether averages (chains, statistics) are not around zero: (statistics,)."""
+    error = correction.std(0, ddof=1) / np.sqrt(len(correction))
+    return np.abs(correction.mean(0)) > 6 * error
+
+
+def left_by(betas: list, average: np.ndarray, rough: np.ndarray) -> np.ndarray:
+    """Variance of the chains' averages that betas leave where they were not fitted."""
+    even, odd, _ = halves(len(average))
+    rest = [
+        average[use] - rough[use, : len(beta)] @ beta
+        for beta, use in zip(betas, (odd, even), strict=False)
+    ]
+    return np.mean([part.var(0, ddof=1) for part in rest], axis=0)
+
+
 def fit_stein(f: np.ndarray, features: np.ndarray, widths: list[int]) -> Fitted:
     """Regress f (steps, chains, statistics) on the first so and so many features."""
     tries = stein_betas(f, features, widths)
     average, rough = f.mean(0), features.mean(0)
-    even, odd, _ = halves(len(average))
-
-    def left(betas: list[np.ndarray]) -> np.ndarray:
-        rest = [
-            average[use] - rough[use, : len(beta)] @ beta
-            for beta, use in zip(betas, (odd, even), strict=False)
-        ]
-        return np.mean([part.var(0, ddof=1) for part in rest], axis=0)
-
-    variances = np.stack([left(betas) for betas in tries])
+    variances = np.stack([left_by(betas, average, rough) for betas in tries])
     best = variances.argmin(0)
-    beta = np.zeros((features.shape[-1], f.shape[-1]))
+    width = max(len(tries[number][2]) for number in best)
+    beta = np.zeros((width, f.shape[-1]))
     for number in np.unique(best):
         chosen = tries[number][2]
         beta[: len(chosen), best == number] = chosen[:, best == number]
-    beta = beta[: max(len(tries[number][2]) for number in best)]
-    mean = (average - rough[:, : len(beta)] @ beta).mean(0)
-    root = np.sqrt((features[..., : len(beta)] ** 2).mean((0, 1)))
-    size = np.abs(f).mean((0, 1)) + root @ np.abs(beta)
-    return Fitted(np.zeros(mean.size), beta, len(f) * variances.min(0), mean, size)
+    correction = rough[:, :width] @ beta
+    variance = len(f) * np.where(is_off(correction), np.inf, variances.min(0))
+    size = np.sqrt((features[..., :width] ** 2).mean((0, 1))) @ np.abs(beta)
+    mean = (average - correction).mean(0)
+    return Fitted(np.zeros(mean.size), beta, variance, mean, size)
 
 
 def affordable(dim: int, draws: int) -> Order:
@@ -436,10 +444,12 @@ def fit_all(seen: Trace, known: np.ndarray, names: list[str]) -> dict[str, Fitte
         if scheme.stein:
             both = jnp.asarray(z[:, pair]), jnp.asarray(slope[:, pair])
             features = np.asarray(stein_features(*both, order), np.float64)
-            fits[name] = fit_stein(f, features.mean(1), widths)
+            fitted = fit_stein(f, features.mean(1), widths)
         else:
             g = values[:, 2:][:, pair].mean(1) if "control" in scheme.chains else 0 * f
-            fits[name] = fit_control(f, g, known)
+            fitted = fit_control(f, g, known)
+        size = fitted.size + np.abs(values[:, 0]).mean((0, 1))
+        fits[name] = fitted._replace(size=size)
     return fits
 
 
