@@ -445,7 +445,7 @@ def check_repeats(estimates, truth, truth_error=0.0):
         assert (ratio < WORSE).all(), (low, high, ratio)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", ["plain", "cva"])
 def test_repeats_on_logistic_regression(logistic, scheme):
     problem = round_problem(logistic_regression())
     known = known_expectation(KEY, problem)
