@@ -108,8 +108,13 @@ def bent_problem():
     return moments, np.concatenate([target.truth["mean"], target.truth["square"]])
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("sampler", [hmc(0.4, 4), mala(0.6), random_walk(0.8)])
+@pytest.mark.parametrize(
+    ("scheme", "sampler"),
+    [
+        *((scheme, hmc(0.4, 4)) for scheme in SCHEMES),
+        *(("cva", sampler) for sampler in (mala(0.6), random_walk(0.8))),
+    ],
+)
 def test_every_scheme_and_sampler_reads_the_truth_through_a_bent_map(
     bent_problem, scheme, sampler
 ):
