@@ -121,7 +121,7 @@ EXACT = {"float32": 2e-5, "float64": 1e-7}
 
 @pytest.mark.parametrize(
     ("scheme", "dtype"),
-    [*((scheme, "float32") for scheme in SCHEMES), ("antithetic", "float64")],
+    [("plain", "float32"), ("cva", "float32"), ("antithetic", "float64")],
 )
 def test_no_error_on_a_gaussian(scheme, dtype):
     """First order for linear statistics, second for quadratic ones, with a poor map."""
