@@ -73,8 +73,13 @@ MAPS = {
 }
 
 
-@pytest.mark.parametrize("name", MAPS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("float64", 1e-9)])
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"),
+    [
+        *((name, "float32", 1e-3) for name in MAPS if name != "flow, affine"),
+        *((name, "float64", 1e-9) for name in MAPS),
+    ],
+)
 def test_round_trip_and_volume(name, dtype, tolerance):
     with jax.enable_x64(dtype == "float64"):
         to_x = MAPS[name]()
