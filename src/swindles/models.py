@@ -80,7 +80,9 @@ def from_pymc(model: Any) -> Model:
     >>> sorted(from_pymc(counts).position)
     ['rate_log__']
     """
+    precision = jax.config.jax_enable_x64
     bridge = need("pymc.sampling.jax", "pymc")
+    jax.config.update("jax_enable_x64", precision)  # PyMC changes it
     if model.discrete_value_vars:
         raise ValueError(f"{model.discrete_value_vars} are discrete: sum them out")
     names = [variable.name for variable in model.value_vars]

@@ -53,6 +53,8 @@ def spread_starts(
     z = jax.random.normal(key, (num_chains, flat.dim))
     far = jnp.where(jnp.arange(num_chains) % 2, WIDE, 1.0)[:, None]
     near = levels_at(z, transport, flat.logdensity)
+    if not jnp.isfinite(near).any():
+        raise ValueError("the log density is finite nowhere near the position")
     least = jnp.median(near[jnp.isfinite(near)]) - 10 * flat.dim
     begin = far * z
     for closer in (0.5, 0.2, 0.05, 0.0):

@@ -1,0 +1,177 @@
+"""Models: the right density, names that survive, and errors in plain words."""
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from scipy import stats
+
+from swindles import models
+from swindles.models import Model, flatten, from_numpyro, from_pymc, named
+
+Y = np.array([3.0, 0.0, 2.0, 4.0])
+
+
+def counts(y):
+    """A positive rate, a vector, and a deterministic site."""
+    rate = numpyro.sample("rate", dist.Gamma(2.0, 1.0))
+    b = numpyro.sample("b", dist.Normal(0, 2).expand([2]).to_event(1))
+    numpyro.deterministic("twice", 2 * rate)
+    numpyro.sample("y", dist.Poisson(rate * jnp.exp(b[0])), obs=y)
+
+
+def by_hand(log_rate, b):
+    """Log joint density of the unconstrained values: note the log-determinant."""
+    rate = np.exp(log_rate)
+    prior = stats.gamma(2.0).logpdf(rate) + stats.norm(0, 2).logpdf(b).sum()
+    return prior + stats.poisson(rate * np.exp(b[0])).logpmf(Y).sum() + log_rate
+
+
+def test_numpyro_density_has_the_log_determinant():
+    model = from_numpyro(counts, Y)
+    rng = np.random.default_rng(1)
+    for _ in range(3):
+        u, b = rng.normal(), rng.normal(size=2)
+        found = model.logdensity({"rate": jnp.array(u), "b": jnp.array(b)})
+        assert np.isclose(found, by_hand(u, b), rtol=1e-5)
+
+
+def test_numpyro_statistics_see_constrained_values_by_site():
+    model = from_numpyro(counts, Y)
+    values = model.constrain({"rate": jnp.array(0.5), "b": jnp.ones(2)})
+    assert sorted(values) == ["b", "rate", "twice"]
+    assert np.isclose(values["rate"], np.exp(0.5))
+    assert np.isclose(values["twice"], 2 * np.exp(0.5))
+
+
+def test_pymc_has_the_same_density_and_names():
+    import pymc as pm
+
+    with pm.Model() as counts_model:
+        rate = pm.Gamma("rate", 2.0, 1.0)
+        b = pm.Normal("b", 0, 2, shape=2)
+        pm.Deterministic("twice", 2 * rate)
+        pm.Poisson("y", rate * pm.math.exp(b[0]), observed=Y)
+    model = from_pymc(counts_model)
+    at = {"rate_log__": jnp.array(0.3), "b": jnp.array([0.2, -1.0])}
+    assert sorted(model.position) == sorted(at)
+    assert np.isclose(
+        model.logdensity(at), by_hand(0.3, np.array([0.2, -1.0])), rtol=1e-5
+    )
+    values = model.constrain(at)
+    assert sorted(values) == ["b", "rate", "twice"]
+    assert np.isclose(values["twice"], 2 * np.exp(0.3))
+    assert not jax.config.jax_enable_x64, "PyMC's bridge switches it on"
+    slope = jax.grad(model.logdensity)(at)
+    assert slope["b"].dtype == jnp.float32
+    assert flatten(model).names == ["b[0]", "b[1]", "rate", "twice"]
+
+
+def test_discrete_pymc_variables_are_refused():
+    import pymc as pm
+
+    with pm.Model() as mixed:
+        pm.Bernoulli("z", 0.5)
+    with pytest.raises(ValueError, match="discrete"):
+        from_pymc(mixed)
+
+
+@pytest.mark.parametrize(
+    ("call", "extra"),
+    [(lambda: from_numpyro(counts, Y), "numpyro"), (lambda: from_pymc(None), "pymc")],
+)
+def test_a_missing_library_is_named_with_its_extra(monkeypatch, call, extra):
+    def missing(name):
+        raise ImportError(name)
+
+    monkeypatch.setattr(models, "import_module", missing)
+    with pytest.raises(ImportError, match=rf"swindles\[{extra}\]"):
+        call()
+    assert importlib.import_module  # the real one is untouched
+
+
+def test_names_and_shapes_survive():
+    position = {"a": jnp.zeros((2, 2)), "b": [jnp.zeros(()), jnp.zeros(1)]}
+    flat = flatten(Model(lambda p: -(jnp.sum(p["a"]) ** 2) - p["b"][0] ** 2, position))
+    names = ["a[0, 0]", "a[0, 1]", "a[1, 0]", "a[1, 1]", "b.0", "b.1[0]"]
+    assert flat.names == named(position) == names
+    back = flat.restore(np.arange(6.0))
+    assert back["a"].tolist() == [[0, 1], [2, 3]]
+    assert back["b"][0] == 4 and back["b"][1].tolist() == [5]
+    restored = flat.restore(np.asarray(flat.statistic(jnp.arange(6.0))))
+    assert jax.tree.all(jax.tree.map(np.array_equal, restored, back))
+
+
+def test_statistics_may_be_counts_and_events():
+    flat = flatten(
+        Model(lambda x: -(x @ x), jnp.ones(2)),
+        lambda x: {"up": x > 0, "n": jnp.size(x)},
+    )
+    assert flat.names == ["n", "up[0]", "up[1]"]
+    assert flat.statistic(jnp.array([1.0, -1.0])).tolist() == [2, 1, 0]
+
+
+def test_mixed_types_become_one():
+    position = {"a": 1, "b": np.float64(2), "c": np.ones(1, np.float16)}
+    flat = flatten(Model(lambda p: -(p["a"] ** 2) - p["b"] ** 2 - p["c"][0], position))
+    assert flat.position.dtype == jnp.float32
+    with jax.enable_x64(True):
+        flat = flatten(Model(lambda p: -(p["a"] ** 2) - p["b"] ** 2, position))
+        assert flat.position.dtype == jnp.float64
+        assert flat.logdensity(flat.position).dtype == jnp.float64
+
+
+def square(x):
+    return -jnp.sum(x**2)
+
+
+def changing(x):
+    return x[x > 0]
+
+
+def halves(x):
+    return jnp.float16(1) * x.astype(jnp.float16)
+
+
+BAD = {
+    "vector density": (lambda x: -(x**2), jnp.ones(2), None, "take a sum"),
+    "matrix density": (lambda x: jnp.ones((1, 1)), jnp.ones(2), None, "take a sum"),
+    "tuple density": (lambda x: (x[0], x[1]), jnp.ones(2), None, "one number"),
+    "integer density": (lambda x: jnp.array(1), jnp.ones(2), None, "int32"),
+    "half density": (lambda x: halves(x).sum(), jnp.ones(2), None, "float16"),
+    "no density": (lambda x: None, jnp.ones(2), None, "one number"),
+    "numpy density": (lambda x: np.sum(np.asarray(x)), jnp.ones(2), None, "jax.numpy"),
+    "branching density": (
+        lambda x: x[0] if x[0] > 0 else x[1],
+        jnp.ones(2),
+        None,
+        "if",
+    ),
+    "failing density": (lambda x: x["a"], jnp.ones(2), None, "fails at the position"),
+    "wrong size": (lambda x: -(x @ jnp.ones(3)), jnp.ones(2), None, "fails"),
+    "NaN at the start": (lambda x: jnp.log(x[0]), -jnp.ones(2), None, "nan"),
+    "inf at the start": (lambda x: jnp.log(x[0]), jnp.zeros(2), None, "inf"),
+    "NaN gradient": (lambda x: jnp.sqrt(x[0]), jnp.zeros(2), None, r"x\[0\] is inf"),
+    "NaN position": (square, jnp.array([0, jnp.nan]), None, r"x\[1\]"),
+    "complex position": (square, jnp.ones(2) * 1j, None, "real"),
+    "words": (square, "start", None, "real"),
+    "truth values": (square, np.array([True]), None, "real"),
+    "empty position": (square, {}, None, "empty"),
+    "no numbers": (square, jnp.zeros(0), None, "empty"),
+    "NaN statistic": (square, jnp.ones(2), lambda x: jnp.log(-x), "is nan"),
+    "no statistic": (square, jnp.ones(2), lambda x: {}, "nothing"),
+    "half statistic": (square, jnp.ones(2), halves, "float16"),
+    "changing shape": (square, jnp.ones(2), changing, "statistic"),
+    "complex statistic": (square, jnp.ones(2), lambda x: 1j * x, "complex"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_models_are_refused_in_words(name):
+    logdensity, position, statistics, words = BAD[name]
+    with pytest.raises(ValueError, match=words):
+        flatten(Model(logdensity, position), statistics)
