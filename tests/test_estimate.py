@@ -60,9 +60,8 @@ def launched():
 def sailed(launched, **budget):
     """So many gradients of a run."""
     goal = make_goal(FLAT, None, 1e-6, None, None)._replace(**budget)
-    return sail(
-        run or launched[0], FLAT, launched[1], goal, None, {"names": FLAT.names}
-    )
+    about = {"names": FLAT.names}
+    return sail(launched[0], FLAT, launched[1], goal, None, about)
 
 
 @pytest.fixture(scope="module")

@@ -148,11 +148,12 @@ def test_readme_example_gives_what_the_readme_shows():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
 
-    def numbers(output: str) -> list[list[float]]:
-        lines = re.findall(r"\[(.*?)\]", output)
-        return [[float(word) for word in line.split()] for line in lines]
+    def table(output: str) -> dict[str, tuple[float, float]]:
+        lines = [line.split() for line in output.splitlines()[1:6]]
+        return {name: (float(mean), float(error)) for name, mean, error, *_ in lines}
 
-    mean, mcse, draws = numbers(done.stdout)
-    for here, there, error in zip(mean, numbers(shown)[0], mcse, strict=True):
-        assert abs(here - there) < 6 * error
-    assert min(draws) > 30
+    here, there = table(done.stdout), table(shown)
+    assert list(here) == list(there) and len(here) == 5
+    for name, (mean, error) in here.items():
+        assert abs(mean - there[name][0]) < 6 * error < 6e-4
+    assert "Do not trust" not in done.stdout and "Not there" not in done.stdout
