@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -284,21 +285,19 @@ def main() -> None:
     parser.add_argument("--number", type=int, help="how many repeats")
     arguments = parser.parse_args()
     known = CASES if arguments.what == "repeats" else POSTERIORS
+    path = RESULTS / f"estimate_{arguments.what}.csv"
     rows: list[dict] = []
     for name in arguments.names or known:
-        if arguments.what == "repeats":
-            truth = CASES[name].truth()
-            for seed in range(arguments.number or REPEATS):
-                rows += repeat(name, seed, truth)
-                print(
-                    name, seed, {k: rows[-1][k] for k in ("scheme", "steps", "seconds")}
-                )
-        else:
-            for seed in range(arguments.number or 3):
+        truth = CASES[name].truth() if arguments.what == "repeats" else None
+        for seed in range(arguments.number or (3 if truth is None else REPEATS)):
+            if truth is None:
                 rows += race(name, seed, arguments.seconds)
-                print(rows[-2], rows[-1], sep="\n", flush=True)
-    if not arguments.names:
-        write(RESULTS / f"estimate_{arguments.what}.csv", rows)
+            else:
+                rows += repeat(name, seed, truth)
+            print(rows[-1], flush=True)
+            jax.clear_caches()
+            if not arguments.names:
+                write(path, rows)
 
 
 if __name__ == "__main__":

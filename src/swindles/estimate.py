@@ -271,7 +271,7 @@ def draw(report: Numbers) -> Any:
     """A figure: the error against the cost, and the chains of the pilot."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(7, 3.2))
+    figure, axes = plt.subplots(1, 2, figsize=(7, 3.2), layout="constrained")
     gradients, _, worst, median = report.run.history.T
     axes[0].loglog(gradients, worst, label="largest")
     axes[0].loglog(gradients, median, label="median")
@@ -285,7 +285,6 @@ def draw(report: Numbers) -> Any:
             axes[1].plot(trail, ".-", linewidth=0.8, label=label)
     axes[1].set(xlabel="step", ylabel="one latent coordinate")
     axes[1].legend()
-    figure.tight_layout()
     return figure
 
 
