@@ -1,6 +1,7 @@
 """Blocks: the series is the formula, memory is constant, files are whole."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -153,6 +154,34 @@ def test_merging_changes_no_estimate():
     assert np.allclose(before.mean, after.mean, rtol=1e-6)
     assert np.allclose(before.mcse, after.mcse, rtol=1e-4)
     assert np.array_equal(draws, run.draws[1::2])
+
+
+def test_errors_that_stay_are_part_of_the_error():
+    run, flow = begin("plain")
+    run = take(run, flow, 4)
+    before = estimate_rows(run).mcse
+    plan = run.plan._replace(shared=np.full(6, 0.09), rounding=np.full(6, 0.4))
+    after = estimate_rows(run._replace(plan=plan)).mcse
+    assert np.allclose(after**2 - before**2, 0.25)
+
+
+def test_rates_are_counted():
+    states = begin("cva")[0].states
+    infos = {
+        name: SimpleNamespace(is_accepted=accepted, is_divergent=~accepted)
+        for name, accepted in {
+            "plus": jnp.arange(CHAINS) < 12,
+            "minus": jnp.arange(CHAINS) < 10,
+            "control": jnp.arange(CHAINS) < 13,
+        }.items()
+    }
+    zero, update = make_fold(
+        make_plan("cva"), lambda z: FLAT.statistic(TO_X(z)), CHAINS
+    )
+    sums = update(update(zero, states, infos), states, infos)
+    assert sums.accepted.tolist() == [2] * 12 + [0] * 4
+    assert sums.divergent == 8
+    assert sums.decoupled == 2 * 3
 
 
 def test_chance_is_told_from_difference():

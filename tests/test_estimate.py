@@ -82,6 +82,23 @@ def test_answer_is_right(report):
     assert not report.reached, "of a millionth nobody can dream"
 
 
+@pytest.mark.parametrize("scheme", ["cva", "antithetic+stein"])
+def test_answer_is_right_whatever_the_scheme(scheme, launched):
+    found = swindles.estimate(
+        logdensity,
+        jnp.zeros(3),
+        moments,
+        11,
+        relative=0.001,
+        scheme=scheme,
+        chains=CHAINS,
+        transport=launched[1],
+    )
+    assert found.run.plan.scheme == scheme and found.trusted and found.reached
+    assert (np.abs(found.estimate.mean - TRUTH) < 4 * found.estimate.mcse).all()
+    assert found.estimate.ess.max() > 3 * found.estimate.num_draws
+
+
 REPEATS, ASKED = 20, 0.002
 
 
@@ -305,8 +322,9 @@ def test_a_map_of_ones_own_is_used(launched):
 def test_double_precision():
     with jax.enable_x64(True):
         found = swindles.estimate(
-            lambda x: -jnp.sum(x**4), jnp.zeros(2), moments, relative=0.01
+            lambda x: -jnp.sum(x**4), jnp.zeros(2), moments, mcse=0.002
         )
+        assert found.reached and found.estimate.mcse.max() <= 0.002
         assert found.run.states["plus"].position.dtype == np.float64
         assert found.trusted and (found.run.plan.rounding < 1e-14).all()
     from scipy.special import gamma

@@ -147,6 +147,7 @@ def test_features_of_no_use_are_not_used():
     found = fit_stein(f, features, [100])
     plain = fit_control(f, 0 * f, np.zeros(4))
     assert (found.variance <= 1.0001 * plain.variance).all()
+    assert (found.variance > 0.5 * plain.variance).all(), "no more than chance allows"
 
 
 def test_corrections_off_zero_rule_a_scheme_out():

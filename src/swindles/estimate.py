@@ -589,9 +589,10 @@ def estimate(
         The same, in units of the posterior's standard deviation. When neither is
         given: 0.01.
     seconds
-        Stop after about so long, reached or not. None: never.
+        Sample no longer than this, reached or not; the map and the pilot come on top.
+        None: no limit.
     gradients
-        Stop after so many gradients of the log density.
+        Sample with no more gradients of the log density than this.
     scheme
         "plain", "antithetic", "control", "cva", "stein" or "antithetic+stein". By
         default, what wins in a pilot run.
