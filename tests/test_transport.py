@@ -117,7 +117,7 @@ def test_pulled_back_density_is_density_plus_volume(name):
     to_x = MAPS[name]()
     target = gaussian(jnp.ones(DIM), jnp.eye(DIM) * 2)
     latent = pull_back(target.logdensity, to_x)
-    for z in jax.random.normal(jax.random.key(SEED), (5, DIM)):
+    for z in jax.random.normal(jax.random.key(SEED), (2, DIM)):
         x, log_det = to_x.with_log_det(z)
         assert latent(z) == target.logdensity(x) + log_det
 
