@@ -408,7 +408,7 @@ def test_doubts_about_chains(report):
     assert chain_doubts(run) == []
     rows = run.rows
     accepted = rows.accepted.copy()
-    accepted[len(accepted) // 2 :, :3] = 0
+    accepted[len(accepted) // 2 :, 1, :3] = 0  # of the second of two chains
     cases = {
         "3 of 64 chains are stuck": {"accepted": accepted},
         "diverge": {"divergent": rows.divergent + 10},

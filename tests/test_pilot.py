@@ -177,6 +177,18 @@ def test_every_scheme_removes_on_a_gaussian_what_theory_says():
     assert len(fits["stein"].beta) >= levels(2, "diagonal").size
 
 
+def test_rounding_is_no_feature():
+    """X- is -X+ but for rounding; a slope on that would be without bounds."""
+    seen = gaussian_trace()
+    noise = 1e-7 * np.random.default_rng(6).normal(size=seen.values.shape)
+    seen = jax.tree.map(lambda x: x.astype(np.float32), seen)
+    seen = seen._replace(values=(seen.values + noise).astype(np.float32))
+    fits = fit_all(seen, np.array([0.0, 0, 1, 1]), ["cva", "antithetic+stein"])
+    assert (fits["cva"].slope[:2] == 0).all()
+    assert np.abs(fits["cva"].slope).max() < 2
+    assert np.abs(fits["antithetic+stein"].beta).max() < 2
+
+
 def test_few_draws_afford_few_features():
     assert [affordable(10, n) for n in (50, 100, 200, 650)] == [
         "none",
@@ -283,6 +295,15 @@ def test_targets_without_a_step_size(logdensity, words):
     flat = flat_model(logdensity, 2)
     with pytest.raises(ValueError, match=words):
         warm_up(KEY, Affine(jnp.zeros(2), jnp.zeros(2) + 1.0), flat, 32)
+
+
+def test_no_chain_begins_at_the_mirror_image(flight):
+    """A draw from the long left tail of a skewed density has an impossible mirror."""
+    flat, to_x, _ = flight
+    z = jnp.full((32, 3), -8.0)
+    states, seen = trace(KEY, z, jnp.array(0.5), to_x, flat, 45)
+    assert (jnp.ptp(seen.z[:, 1], axis=0) > 0).all(), "X- moves"
+    assert jnp.isfinite(states["minus"].logdensity).all()
 
 
 def test_kernels_lower_for_cuda():

@@ -98,8 +98,8 @@ class Sums(NamedTuple):
 
     plus: Moments  # of f(X+)
     total: Any  # (chains, statistics): Z, less a center
-    accepted: Any  # (chains,): proposals of "plus"
-    divergent: Any  # (): proposals that went astray, of all chains
+    accepted: Any  # (coupled, chains): proposals
+    divergent: Any  # (): trajectories that went astray
     decoupled: Any  # (): decisions that "plus" and another chain took differently
 
 
@@ -107,18 +107,20 @@ def make_fold(plan: Plan, feature: Callable, num_chains: int) -> tuple[Sums, Cal
     """Empty sums, and how to add a step to them."""
     series, center = make_series(plan, feature), jnp.asarray(plan.center, float)
     moments = empty_moments(center, num_chains)
-    zero = Sums(moments, moments.total, jnp.zeros(num_chains), *jnp.zeros((2,)))
+    coupled = len(SCHEMES[plan.scheme].chains)
+    zeros = jnp.zeros((coupled, num_chains)), *jnp.zeros((2,))
+    zero = Sums(moments, moments.total, *zeros)
 
     def update(sums: Sums, states: dict, infos: dict) -> Sums:
         plus, result = series(states)
-        accepted = infos["plus"].is_accepted
-        others = [info.is_accepted != accepted for info in infos.values()]
+        accepted = jnp.stack([info.is_accepted for info in infos.values()])
+        astray = jnp.stack([info.is_divergent for info in infos.values()])
         return Sums(
             add_step(sums.plus, plus),
             sums.total + (result - center),
             sums.accepted + accepted,
-            sums.divergent + infos["plus"].is_divergent.sum(),
-            sums.decoupled + jnp.stack(others).any(0).sum(),
+            sums.divergent + astray.any(0).sum(),
+            sums.decoupled + (accepted.any(0) & ~accepted.all(0)).sum(),
         )
 
     return zero, update

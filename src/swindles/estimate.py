@@ -67,7 +67,8 @@ def chain_doubts(run: Run) -> list[str]:
     """What the chains did that speaks against them, in words."""
     rows, found = run.rows, []
     steps, chains = np.sum(rows.plus.steps), rows.total.shape[1]
-    idle = int((rows.accepted[len(rows.accepted) // 2 :].sum(0) == 0).sum())
+    late = rows.accepted[len(rows.accepted) // 2 :].sum(0)
+    idle = int((late == 0).any(0).sum())
     if idle:
         found.append(f"{idle} of {chains} chains are stuck: a smaller step may help")
     astray = float(np.sum(rows.divergent) / steps / chains)

@@ -80,7 +80,7 @@ def from_pymc(model: Any) -> Model:
     >>> sorted(from_pymc(counts).position)
     ['rate_log__']
     """
-    precision = jax.config.jax_enable_x64
+    precision = jax.config.read("jax_enable_x64")
     bridge = need("pymc.sampling.jax", "pymc")
     jax.config.update("jax_enable_x64", precision)  # PyMC changes it
     if model.discrete_value_vars:
