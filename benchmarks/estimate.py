@@ -281,7 +281,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["repeats", "plain"])
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each run")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each run")
     parser.add_argument("--number", type=int, help="how many repeats")
     arguments = parser.parse_args()
     known = CASES if arguments.what == "repeats" else POSTERIORS

@@ -394,6 +394,14 @@ def test_what_cannot_be_done_is_refused_in_words(name):
         swindles.estimate(*arguments, **options)
 
 
+def test_compiled_programs_are_let_go_now_and_then(monkeypatch):
+    calls = []
+    monkeypatch.setattr(jax, "clear_caches", lambda: calls.append(0))
+    for _ in range(40):
+        door.tidy()
+    assert len(calls) == 2
+
+
 def test_keys_of_all_kinds():
     new = as_key(3)
     assert jnp.array_equal(jax.random.key_data(new), jax.random.PRNGKey(3))
