@@ -7,6 +7,7 @@ import html
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -422,6 +423,15 @@ def empty_run(
     )
 
 
+LAUNCHES = count(1)
+
+
+def tidy() -> None:
+    """Forget what was compiled for other models, at every twentieth call."""
+    if next(LAUNCHES) % 20 == 0:
+        jax.clear_caches()
+
+
 def launch(
     key: Array,
     flat: Flat,
@@ -431,6 +441,7 @@ def launch(
     num_chains: int,
 ) -> tuple[Run, Transport]:
     """Fit a map unless there is one, fly the pilot, and make an empty run."""
+    tidy()
     begin, keys = time.perf_counter(), jax.random.split(key, 3)
     bar = tqdm(total=2, desc="fitting a map", delay=2, leave=False)
     to_x, k = transport, np.nan
