@@ -43,12 +43,15 @@ _build/html:
 	@$(bin)/python tools/offline.py _build/html
 	@$(call fingerprint,$(code) $(text)) > _build/.book
 
-# Two workers with two threads each for linear algebra would wait for each other.
+# Two workers with two threads each for linear algebra would wait for each other. Tests
+# and chapters compile many of the same programs: the second finds them on disk.
+compiled := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/jax \
+	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.2
 test: $(ready)
 	@$(bin)/ruff check -q $(linted)
 	@$(bin)/ruff format -q --check $(linted)
 	@$(bin)/mypy --no-error-summary
-	@OPENBLAS_NUM_THREADS=1 $(bin)/python -m pytest -q -n 2
+	@OPENBLAS_NUM_THREADS=1 $(compiled) $(bin)/python -m pytest -q -n 2
 
 lab: $(ready) $(viewers)
 	@cd book && ../$(bin)/jupyter lab
