@@ -469,7 +469,9 @@ def test_models_of_others_over_twenty_repeats(model, parameters):
     spread = mean.std(0, ddof=1)
     ratio = np.sqrt((spread**2 / (mcse**2).mean(0)).mean())
     assert 0.85 < ratio < 1.15
-    assert (spread < 1.1 * asked.mean(0)).all()
+    assert np.sqrt((spread**2 / asked.mean(0) ** 2).mean()) < 1.1
+    too_long = 1 / (mcse / asked).max(1) ** 2
+    assert np.median(column(rows, "steps")) == 80 or np.median(too_long) < 2
 
 
 def test_never_much_worse_than_plain_hmc():
