@@ -261,8 +261,11 @@ def as_html(report: Numbers) -> str:
     """The report as a table for a notebook."""
 
     def line(cells: tuple[str, ...], tag: str) -> str:
-        inner = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
-        return f"<tr>{inner}</tr>"
+        style = "padding: 0.1em 0.8em; text-align: right"
+        inner = [
+            f'<{tag} style="{style}">{html.escape(cell)}</{tag}>' for cell in cells
+        ]
+        return f"<tr>{''.join(inner)}</tr>"
 
     body = "".join(line(cells, "td") for cells in lines_of(report))
     words = "<br>".join(map(html.escape, verdict(report)))
@@ -278,6 +281,8 @@ def draw(report: Numbers) -> Any:
     axes[0].loglog(gradients, worst, label="largest")
     axes[0].loglog(gradients, median, label="median")
     axes[0].set(xlabel="gradient evaluations", ylabel="error / posterior sd")
+    axes[0].xaxis.set_minor_formatter("")
+    axes[0].yaxis.set_minor_formatter("")
     axes[0].legend()
     labels = {"plus": "$X^+$", "minus": "$X^-$", "control": "$Y$"}
     chains = SCHEMES[report.run.plan.scheme].chains
