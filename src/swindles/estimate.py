@@ -234,7 +234,7 @@ def verdict(report: Numbers) -> list[str]:
     worst = int(np.nanargmax(np.nan_to_num(ratio, nan=np.inf)))
     if not report.reached:
         lines.append(
-            f"Not there yet: the error of {report.names[worst]} is {ratio[worst]:.2g} "
+            f"Not there yet: the error of {report.names[worst]} is {ratio[worst]:.3g} "
             "times what was asked for. Go on with report.resume()."
         )
     if report.warnings:
