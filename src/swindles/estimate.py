@@ -348,6 +348,13 @@ def as_arviz(report: Numbers) -> Any:
 class Report(Numbers):
     """Expectations with their errors, and how they came about.
 
+    It prints as a table. ``mean``, ``mcse``, ``sd``, ``ess`` and ``rhat`` have the
+    shape of the statistics; ``names`` are theirs. ``reached`` says whether the errors
+    are what was asked for, ``trusted`` whether no guard speaks against them,
+    ``warnings`` and ``notes`` why, in words. ``plot()`` draws the error against the
+    work and the coupled chains. ``to_dict()``, ``to_pandas()`` and ``to_arviz()``
+    export it; the last one has draws, evenly spaced over the run.
+
     Examples
     --------
     >>> report = estimate(lambda x: -x @ x / 2, jnp.zeros(2), relative=0.1)
