@@ -5,6 +5,7 @@ Mirrored from book/estimate.md: edit there, then run `make mirror`.
 
 import html
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -342,7 +343,9 @@ def as_arviz(report: Numbers) -> Any:
     }
     table = as_dict(report)
     attributes = {name: table[name] for name in ("name", "mean", "mcse", "scheme")}
-    return need("arviz", "arviz").from_dict(posterior, posterior_attrs=attributes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # more chains than draws: that is so
+        return need("arviz", "arviz").from_dict(posterior, posterior_attrs=attributes)
 
 
 class Report(Numbers):
