@@ -21,6 +21,7 @@ from swindles.estimate import (
     Report,
     as_key,
     chain_doubts,
+    describe_model,
     digits,
     launch,
     load,
@@ -60,7 +61,7 @@ def launched():
 def sailed(launched, **budget):
     """So many gradients of a run."""
     goal = make_goal(FLAT, None, 1e-6, None, None)._replace(**budget)
-    about = {"names": FLAT.names}
+    about = describe_model(FLAT)
     return sail(launched[0], FLAT, launched[1], goal, None, about)
 
 
@@ -166,7 +167,7 @@ def test_ctrl_c_gives_what_there_is(launched, monkeypatch, tmp_path):
     run, to_x = launched
     goal = make_goal(FLAT, None, 1e-6, None, blocks_of(launched, 9))
     file = tmp_path / "run.npz"
-    found = sail(run, FLAT, to_x, goal, file, {"names": FLAT.names})
+    found = sail(run, FLAT, to_x, goal, file, describe_model(FLAT))
     assert found.run.steps == 50
     monkeypatch.undo()
     rest = load(file, logdensity, jnp.zeros(3), moments).resume(
@@ -223,10 +224,13 @@ def test_a_killed_run_ends_in_the_same_bits(tmp_path):
 def test_a_file_of_another_run_is_refused(launched, tmp_path):
     file = tmp_path / "run.npz"
     found = sailed(launched, gradients=blocks_of(launched, 4))
-    about = {"names": FLAT.names, "chains": CHAINS}
-    found._replace(about=about).save(file)
-    with pytest.raises(ValueError, match="another"):
+    found.save(file)
+    with pytest.raises(ValueError, match="another chains and key"):
         swindles.estimate(logdensity, jnp.zeros(3), moments, 1, file=file)
+    with pytest.raises(ValueError, match="another logdensity"):
+        load(file, lambda x: 2 * logdensity(x), jnp.zeros(3), moments)
+    with pytest.raises(ValueError, match="another names"):
+        load(file, logdensity, jnp.zeros(3))
 
 
 def test_files_can_be_looked_at_without_the_model(report, tmp_path):

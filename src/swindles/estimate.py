@@ -551,17 +551,11 @@ def as_key(key: Any) -> Array:
     return jax.random.wrap_key_data(key) if old else key
 
 
-def describe_run(flat: Flat, key: Array, num_chains: int, scheme: str | None) -> dict:
-    """What a saved run must agree on with the one that goes on."""
-    value = jax.jit(flat.logdensity)(flat.position)
-    return {
-        "names": flat.names,
-        "logdensity": float(value),
-        "key": np.asarray(jax.random.key_data(key)).tolist(),
-        "chains": num_chains,
-        "scheme": scheme,
-        "dtype": str(flat.position.dtype),
-    }
+def describe_model(flat: Flat) -> dict:
+    """What a saved run must agree on with the model that goes on with it."""
+    value = float(jax.jit(flat.logdensity)(flat.position))
+    kind = str(flat.position.dtype)
+    return {"names": flat.names, "logdensity": value, "dtype": kind}
 
 
 def take_up(path: Path, about: dict, transport: Any) -> tuple[Run, Any]:
@@ -642,7 +636,8 @@ def estimate(
     flat = flatten(as_model(model, position), statistics)
     goal = make_goal(flat, mcse, relative, seconds, gradients)
     names, key = check_options(scheme, chains, flat.dim), as_key(key)
-    about = describe_run(flat, key, chains, scheme)
+    about = describe_model(flat) | {"chains": chains, "scheme": scheme}
+    about["key"] = np.asarray(jax.random.key_data(key)).tolist()
     if file and Path(file).exists():
         run, transport = take_up(Path(file), about, transport)
     else:
@@ -679,6 +674,5 @@ def load(
         notes = remarks(run, now)
         return Report(now, run, goal, names, False, found, notes, about=about)
     flat = flatten(as_model(model, position), statistics)
-    mine = about | {"names": flat.names}
-    run, to_x = take_up(Path(path), mine, transport)
+    run, to_x = take_up(Path(path), describe_model(flat), transport)
     return finish(run, flat, to_x, goal, about)
