@@ -262,7 +262,7 @@ def as_html(report: Numbers) -> str:
     """The report as a table for a notebook."""
 
     def line(cells: tuple[str, ...], tag: str) -> str:
-        style = "padding: 0.1em 0.8em; text-align: right"
+        style = "padding: 0.1em 0.5em; text-align: right; white-space: nowrap"
         inner = [
             f'<{tag} style="{style}">{html.escape(cell)}</{tag}>' for cell in cells
         ]
@@ -270,7 +270,8 @@ def as_html(report: Numbers) -> str:
 
     body = "".join(line(cells, "td") for cells in lines_of(report))
     words = "<br>".join(map(html.escape, verdict(report)))
-    return f"<table>{line(COLUMNS, 'th')}{body}</table><p>{words}</p>"
+    table = f"<table>{line(COLUMNS, 'th')}{body}</table>"
+    return f'<div style="overflow-x: auto">{table}</div><p>{words}</p>'
 
 
 def draw(report: Numbers) -> Any:
