@@ -1,5 +1,8 @@
 # make book    build the book into _build/html
 # make test    lint, types, tests, and every chapter re-executed
+# make quick   lint, types, and the tests that take seconds; no chapters
+# make gpu     run the experiments, then every chapter, at the paper's sizes;
+#              SCALE=smoke does the same in minutes, without a GPU
 # make lab     open the chapters in JupyterLab
 # make experiments  run the paper's experiments; stop it when you like, it goes on
 # make mirror  write src/swindles/*.py from the chapters
@@ -10,13 +13,14 @@
 
 PYTHON ?= python3
 EXTRA ?=
+SCALE ?= paper
 
 comma := ,
 extras := book,test$(if $(EXTRA),$(comma)$(EXTRA))
 bin := .venv/bin
 ready := .venv/.ready-$(extras)
 viewers := .venv/share/jupyter/lab/settings/overrides.d/jupytext.json
-linted := $(wildcard src tests tools benchmarks conftest.py)
+linted := $(wildcard src tests tools benchmarks conftest.py book/*.py)
 
 # What a build depends on, as one line. The execution cache and Sphinx see neither a
 # changed module, nor lock, nor scale: when $(code) differs, they start afresh.
@@ -25,7 +29,7 @@ text := book _config.yml _toc.yml tools
 fingerprint = { echo "$(SWINDLES_SCALE) $(extras)"; find $1 -type f ! -name '*.pyc' \
 	! -path '*/.*' | LC_ALL=C sort | xargs cksum; } | cksum
 
-.PHONY: book test lab experiments mirror lock clean
+.PHONY: book test quick gpu lint lab experiments mirror lock clean
 
 book: $(ready)
 	@$(call fingerprint,$(code)) | cmp -s - _build/.code || \
@@ -47,17 +51,28 @@ _build/html:
 # and chapters compile many of the same programs: the second finds them on disk.
 compiled := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/jax \
 	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.2
-test: $(ready)
+run_tests = OPENBLAS_NUM_THREADS=1 $(compiled) $(bin)/python -m pytest -q -n 2
+lint: $(ready)
 	@$(bin)/ruff check -q $(linted)
 	@$(bin)/ruff format -q --check $(linted)
 	@$(bin)/mypy --no-error-summary
-	@OPENBLAS_NUM_THREADS=1 $(compiled) $(bin)/python -m pytest -q -n 2
+
+test: lint
+	@$(run_tests)
+
+quick: lint
+	@$(run_tests) -m "not slow" tests
+
+gpu: $(ready)
+	@echo "Experiments, then chapters, at scale $(SCALE)"
+	@SWINDLES_SCALE=$(SCALE) $(bin)/python book/experiments.py
+	@SWINDLES_SCALE=$(SCALE) $(compiled) $(bin)/python -m pytest -q book
 
 lab: $(ready) $(viewers)
 	@cd book && ../$(bin)/jupyter lab
 
 experiments: $(ready)
-	@$(bin)/python -c 'from swindles.experiments import main; main()'
+	@$(bin)/python book/experiments.py
 
 mirror: $(ready)
 	@$(bin)/python tools/mirror.py

@@ -3,7 +3,7 @@
     python benchmarks/estimate.py repeats   # stated errors against real ones
     python benchmarks/estimate.py plain     # error per second against plain HMC
 
-Both write a table into book/results/, which the chapter `estimate` and its tests read.
+Both write a table into book/results/, which the chapter `estimation` reads.
 About 20 minutes each on one core. Name models to run only those.
 """
 
@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -153,7 +152,7 @@ CASES = {
         0.0002,
     ),
     "logistic regression": Case(
-        lambda: Model(targets.logistic_regression().logdensity, jnp.zeros(25)),
+        targets.logistic_regression,
         lambda x: x,
         logistic_truth,
         0.0001,
@@ -171,11 +170,11 @@ def repeat(name: str, seed: int, truth: tuple[np.ndarray, np.ndarray]) -> list[d
     about = {
         "model": name,
         "repeat": seed,
-        "scheme": report.run.plan.scheme,
+        "scheme": report.job.plan.scheme,
         "reached": int(report.reached),
         "trusted": int(report.trusted),
-        "steps": int(np.sum(report.run.rows.plus.steps)),
-        "seconds": round(report.run.seconds, 2),
+        "steps": int(np.sum(report.job.run.rows.plus.steps)),
+        "seconds": round(report.job.seconds, 2),
     }
     columns = zip(report.names, found.mean, found.mcse, sd, *truth, strict=True)
     return [
@@ -250,16 +249,16 @@ def race(name: str, seed: int, seconds: float) -> list[dict]:
             scheme=scheme,
         )
         error = report.estimate.mcse / np.sqrt(report.estimate.variance)
-        first = report.run.history[0, 1]  # map, pilot, compilation, and one block
+        first = report.job.history[0, 1]  # map, pilot, compilation, and one block
         rows.append(
             {
                 "posterior": name,
                 "repeat": seed,
                 "asked": scheme or "",
-                "scheme": report.run.plan.scheme,
-                "steps": int(np.sum(report.run.rows.plus.steps)),
+                "scheme": report.job.plan.scheme,
+                "steps": int(np.sum(report.job.run.rows.plus.steps)),
                 "setup": round(first, 2),
-                "seconds": round(report.run.seconds - first, 3),
+                "seconds": round(report.job.seconds - first, 3),
                 "worst": error.max(),
                 "median": np.median(error),
                 "rhat": report.estimate.rhat.max(),
@@ -295,7 +294,6 @@ def main() -> None:
             else:
                 rows += repeat(name, seed, truth)
             print(rows[-1], flush=True)
-            jax.clear_caches()
             if not arguments.names:
                 write(path, rows)
 

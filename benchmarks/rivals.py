@@ -34,17 +34,13 @@ has NUTS adapt a dense mass matrix on item response, too, and writes nothing.
 """
 
 import argparse
-import csv
 import json
 import os
-import platform
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,7 +66,10 @@ from swindles.latent import Problem, known_expectation
 from swindles.stein import Order, estimate_stein, fold_stein
 from swindles.transport import Schedule, fit_affine, laplace, load
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "book"))
+from pipeline import peak_memory, provenance, read_rows, write_rows  # noqa: E402
+
 RESULTS = ROOT / "book" / "results" / "rivals.csv"
 ESTIMATES = ROOT / "_build" / "rivals"
 NUM_CHAINS = 64  # or pairs, or triples
@@ -323,17 +322,6 @@ def find_center(posterior):
     return known_expectation(jax.random.key(4), problem).mean
 
 
-def peak_memory():
-    """The most memory that this process has had so far, in megabytes."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
-        if "VmHWM" in lines:
-            return int(lines["VmHWM"].split()[0]) / 1024
-    unit = 2**20 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-
-
 def usable_error(estimate):
     """Standard errors, but none below what rounding may do."""
     return np.maximum(estimate.mcse, estimate.rounding)
@@ -399,32 +387,15 @@ def measure(posterior, method, seconds, center, seed=0):
 def make_rows(posterior, method, seconds, found, mean, error, variance):
     """Two rows of the table: one for the means, one for the variances."""
     ess = np.reshape(variance / error**2, (len(PARTS), -1))
-    machine = {"seconds": seconds, "versions": versions(), "cpu": processor()}
+    made_by = provenance("numpyro")
     return [
         {"posterior": posterior, "method": method, "statistic": part}
         | {"ess_min": each.min(), "ess_median": float(np.median(each))}
         | found
-        | {"agreement": np.nan}
-        | machine
+        | {"agreement": np.nan, "seconds": seconds}
+        | made_by
         for part, each in zip(PARTS, ess, strict=True)
     ]
-
-
-def versions():
-    """What it was run with."""
-    names = ("jax", "blackjax", "numpyro")
-    return ", ".join(f"{name} {version(name)}" for name in names)
-
-
-def processor():
-    """The model of the processor, and how many of its cores this process may use."""
-    info, model = Path("/proc/cpuinfo"), platform.processor() or platform.machine()
-    for line in info.read_text().splitlines() if info.exists() else []:
-        if line.startswith("model name"):
-            model = line.split(":", 1)[1].strip()
-            break
-    usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)
-    return f"{model}, {len(usable)} cores"
 
 
 def largest_difference(one, other):
@@ -463,14 +434,6 @@ def compare(estimates):
     }
 
 
-def read(path=RESULTS):
-    """The rows that are there already."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def place(row):
     """Where a row belongs in the table."""
     names = list(POSTERIORS), list(METHODS), PARTS
@@ -478,34 +441,22 @@ def place(row):
     return [each.index(key) for each, key in zip(names, keys, strict=True)]
 
 
-def write(rows, path=RESULTS):
-    """Write all rows, in one go: numbers with four digits."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".tmp")
-    with draft.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        for row in sorted(rows, key=place):
-            short = {k: f"{v:.4g}" for k, v in row.items() if isinstance(v, float)}
-            writer.writerow(row | short)
-    os.replace(draft, path)
-
-
 def replace_rows(new, path=RESULTS):
     """Put rows in the place of those of the same posterior and method."""
     mine = {(row["posterior"], row["method"]) for row in new}
-    kept = [row for row in read(path) if (row["posterior"], row["method"]) not in mine]
-    write(new + kept, path)
+    rows = read_rows(path)
+    kept = [row for row in rows if (row["posterior"], row["method"]) not in mine]
+    write_rows(path, sorted(new + kept, key=place))
 
 
 def update_agreement(posterior, differences, path=RESULTS):
     """Write the differences of ``compare`` into the rows of a posterior."""
-    rows = read(path)
+    rows = read_rows(path)
     for row in rows:
         if row["posterior"] == posterior and row["method"] in differences:
             part = PARTS.index(row["statistic"])
             row["agreement"] = float(differences[row["method"]][part])
-    write(rows, path)
+    write_rows(path, rows)
 
 
 def waiting(posterior):
@@ -579,7 +530,7 @@ def benchmark(posterior, methods, seconds, dense):
 
 def warn(posteriors):
     """Print which estimates differ from the best by more than five standard errors."""
-    for row in read():
+    for row in read_rows(RESULTS):
         if row["posterior"] in posteriors and not float(row["agreement"]) < 5:
             print(
                 f"WARNING: {row['posterior']} {row['method']} {row['statistic']}: "

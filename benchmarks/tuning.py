@@ -12,12 +12,13 @@ path    step sizes that divide the tuned trajectory of HMC-CONTROL, in five repe
 grid    the exhaustive grid, for HMC-CONTROL and HMC-CVA
 best    the best setting of that grid, measured again with another key
 tuned   what `tune` recommends, measured with the same key and size as `best`
-quick   what `quick` recommends (acceptance 0.95, length pi / 2), likewise
+quick   what `adapt_step_size` recommends (acceptance 0.95, length pi / 2), likewise
 
 ``spent`` is what finding the setting cost, in gradients over all chains: the grid, or
 the pilot runs. ``ess`` and ``hmc`` are effective draws per gradient, of the scheme and
-of its plain chain; ``left`` is Var Z / Var f. All are medians: over the means, over the
-variances (squared deviations from the mean of the map), and over both.
+of its plain chain; ``left`` is what the control chain leaves of the variance of f(X+),
+1 - rho^2. All are medians: over the means, over the variances (squared deviations from
+the mean of the map), and over both.
 """
 
 import argparse
@@ -32,13 +33,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from swindles import targets, tuning
-from swindles.accuracy import summarize
-from swindles.control import control, estimate_controls, fold_controls
-from swindles.coupling import Total, is_total, start
-from swindles.cva import cva
-from swindles.latent import Problem, known_expectation
-from swindles.transport import Schedule, fit_affine, laplace, load
-from swindles.tuning import HMC, INTEGRATORS, Grid, repeat, run_grid
+from swindles.control import (
+    fit_pair,
+    reference_mean,
+    residual_variance,
+    shared_variance,
+)
+from swindles.models import make_problem
+from swindles.neutra import load_map
+from swindles.schemes import SCHEMES
+from swindles.transport import Schedule, fit_affine, laplace
+from swindles.tuning import (
+    HMC,
+    INTEGRATORS,
+    Grid,
+    make_trial,
+    repeat,
+    run_grid,
+    summarize_pilot,
+)
 
 RESULTS = Path(__file__).parent.parent / "book" / "results" / "tuning.csv"
 CHAINS = {"logistic": 64, "item": 16, "sparse": 64}  # of the pilot runs
@@ -71,11 +84,11 @@ PARTS = ("mean", "variance", "all")
 REPEATS = 5  # of the path
 
 
-def make_problem(name):
-    """A posterior with its map."""
+def load_problem(name):
+    """A posterior in the latent space of its map."""
     if name == "sparse":
         target = targets.sparse_logistic_regression()
-        to_x = load(files("swindles") / "data" / "sparse_flow.npz")
+        to_x = load_map(files("swindles") / "data" / "sparse_flow.npz")
         return with_statistics(target, to_x)
     make = {"logistic": targets.logistic_regression, "item": targets.item_response}
     target = make[name]()
@@ -87,13 +100,14 @@ def make_problem(name):
 
 def with_statistics(target, to_x):
     """The problem of estimating all means and variances."""
-    problem = Problem(target.logdensity, to_x, target.dim)
-    center = jnp.asarray(known_expectation(jax.random.key(4), problem).mean, float)
+    target = target._replace(constrain=lambda x: x)
+    means = make_problem(target).through(to_x)
+    center = jnp.asarray(reference_mean(jax.random.key(4), means).mean, float)
 
-    def statistic(x):
+    def statistics(x):
         return {"mean": x, "variance": (x - center) ** 2}
 
-    return problem._replace(statistic=statistic)
+    return make_problem(target, statistics).through(to_x)
 
 
 def exhaustive(name):
@@ -114,41 +128,38 @@ def by_part(values):
 def measure(seed, scheme, problem, known, grid, size, family=HMC):
     """One dictionary for each setting of a grid."""
     chains, warmup, steps = size
-    latent, keys = problem.latent(), jax.random.split(jax.random.key(seed), 3)
-
-    def build(step_size, leaps):
-        return scheme(family.make(step_size, leaps), latent)
-
+    keys = jax.random.split(jax.random.key(seed), 3)
     z = jax.random.normal(keys[0], (chains, problem.dim))
-    states = start(build(0.1, 1), z)
-    fold = fold_controls(problem.feature(), states, known, full=False)
+    trial = make_trial(scheme, family, problem, z)
     grid = Grid(jnp.asarray(grid[0], float), jnp.asarray(grid[1], int))
-    states = repeat(states, len(grid[0]))
-    states, _ = run_grid(keys[1], build, grid, states, warmup, fold)
-    _, sums = run_grid(keys[2], build, grid, states, steps, fold, 10)
+    states = repeat(trial.states, len(grid[0]))
+    states, _ = run_grid(keys[1], trial.build, grid, states, warmup, trial.fold)
+    _, sums = run_grid(keys[2], trial.build, grid, states, steps, trial.fold, 10)
+    counts = np.full(len(grid[0]), steps)
+    pilot = summarize_pilot(family, grid, counts, sums, 0)
+    f, g = SCHEMES[scheme].rows(pilot.chains)
+    covariance = pilot.covariance()
+    left = residual_variance(covariance, *SCHEMES["control"].rows(pilot.chains))
     rows = []
-    for i, (step_size, leaps) in enumerate(zip(*grid, strict=True)):
-        here = jax.tree.map(
-            lambda x, i=i: Total(x.value[i]) if is_total(x) else x[:, i],
-            sums,
-            is_leaf=is_total,
-        )
-        result, alone = estimate_controls(here, known), summarize(here.pairs.plus)
-        gradients = alone.num_draws * int(leaps) * family.cost
-        pairs = 2 if scheme is cva else 1
+    for i, (step_size, leaps) in enumerate(zip(*pilot.grid, strict=True)):
+        fitted = fit_pair(pilot.setting(i)[0], f, g, known)
+        # The error of the known mean does not shrink with the draws.
+        shared = chains * steps * shared_variance(known, fitted.beta)
+        ess = covariance[0, 0, i] / (fitted.variance + shared)
         row = {
             "integrator": next(k for k, v in INTEGRATORS.items() if v is family),
-            "scheme": scheme.__name__,
+            "scheme": scheme,
             "step_size": float(step_size),
             "leaps": int(leaps),
-            "acceptance": result.rates["acceptance"]["plus"],
-            "decoupling": max(result.rates["decoupling"].values()),
-            "rhat": np.median(alone.rhat),
+            "acceptance": float(pilot.acceptance[i]),
+            "decoupling": float(max(rate[i] for rate in pilot.decoupling.values())),
+            "rhat": np.median(pilot.rhat[i]),
         }
+        gradients = int(leaps) * family.cost
         for label, values in {
-            "left": 1 - result.rho["control"] ** 2,
-            "hmc": alone.ess / gradients,
-            "ess": result.estimate.ess / gradients / pairs,
+            "left": left[i],
+            "hmc": pilot.ess[i] / gradients,
+            "ess": ess / gradients / len(f),
         }.items():
             row |= {
                 f"{label}_{p}": v for p, v in zip(PARTS, by_part(values), strict=True)
@@ -160,8 +171,8 @@ def measure(seed, scheme, problem, known, grid, size, family=HMC):
 def cost(grid, size, scheme, family=HMC):
     """Gradients that ``measure`` takes."""
     chains, warmup, steps = size
-    pairs = 2 if scheme is cva else 1
-    return chains * (warmup + steps) * int(np.sum(grid[1])) * family.cost * pairs
+    each = family.cost * SCHEMES[scheme].num_targets
+    return chains * (warmup + steps) * int(np.sum(grid[1])) * each
 
 
 def settings(row):
@@ -173,8 +184,8 @@ def settings(row):
 
 def compare(name, kept):
     """Yield all rows of one posterior, part by part; runs that are kept as they are."""
-    problem = make_problem(name)
-    known = known_expectation(jax.random.key(5), problem, 400_000)
+    problem = load_problem(name)
+    known = reference_mean(jax.random.key(5), problem)
     grid, size = exhaustive(name), LAST_SIZE[name]
 
     def tuned(scheme, family=HMC, budget=BUDGET[name]):
@@ -183,15 +194,17 @@ def compare(name, kept):
         print(found, flush=True)
         return found
 
-    for scheme in (control, cva):
-        found, part = tuned(scheme), GRID_SIZE[name, scheme.__name__]
-        tried = [row for row in kept if row["scheme"] == scheme.__name__]
+    for scheme in ("control", "cva"):
+        found, part = tuned(scheme), GRID_SIZE[name, scheme]
+        tried = [row for row in kept if row["scheme"] == scheme]
         tried = tried or label(
             name, "grid", measure(1, scheme, problem, known, grid, part)
         )
         yield tried
         best = max(tried, key=lambda row: float(row["ess_all"]))
-        first = tuning.quick(jax.random.key(0), problem, num_chains=CHAINS[name])
+        first = tuning.adapt_step_size(
+            jax.random.key(0), problem, num_chains=CHAINS[name]
+        )
         three = {
             "best": (settings(best), cost(grid, part, scheme)),
             "tuned": (settings(found), found.gradients),
@@ -202,9 +215,9 @@ def compare(name, kept):
         for (kind, (_, spent)), row in zip(three.items(), last, strict=True):
             yield label(name, kind, [row], spent)
     for family in list(INTEGRATORS.values())[1:] if name != "item" else []:
-        found = tuned(control, family, 1e6)
+        found = tuned("control", family, 1e6)
         one = Grid(*np.transpose([settings(found)]))
-        last = measure(2, control, problem, known, one, size, family)
+        last = measure(2, "control", problem, known, one, size, family)
         yield label(name, "tuned", last, found.gradients)
 
 
@@ -216,8 +229,8 @@ def label(name, kind, found, spent=0, repeat=0):
 
 def measure_path(name, rows):
     """Yield the rows along the trajectory that ``tune`` has found, repeat by repeat."""
-    problem, size = make_problem(name), GRID_SIZE[name, "control"]
-    known = known_expectation(jax.random.key(5), problem, 400_000)
+    problem, size = load_problem(name), GRID_SIZE[name, "control"]
+    known = reference_mean(jax.random.key(5), problem)
     mine = name, "control", "velocity Verlet"
     size_of = {
         row["kind"]: settings(row)
@@ -225,10 +238,10 @@ def measure_path(name, rows):
         if (row["posterior"], row["scheme"], row["integrator"]) == mine
     }
     length = np.prod(size_of["tuned"])
-    counts = tuning.ladder(round(length / size_of["quick"][0]))
+    counts = tuning.step_counts(round(length / size_of["quick"][0]))
     path = Grid(length / counts, counts)
     for number in range(REPEATS):
-        found = measure(10 + number, control, problem, known, path, size)
+        found = measure(10 + number, "control", problem, known, path, size)
         yield label(name, "path", found, repeat=number)
 
 

@@ -7,14 +7,17 @@ import pytest
 from arviz_stats.base import array_stats
 from scipy.signal import lfilter
 from scipy.stats import binom
+from scipy.stats import t as student_t
 
 from swindles import accuracy
 from swindles.accuracy import (
     Moments,
     add_step,
+    beyond_chance,
     correlation,
     decoupling_rate,
     empty_moments,
+    heavy_tails,
     rank_rhat,
     split_rhat,
     summarize,
@@ -50,6 +53,13 @@ def many_chains(trace):
     return summarize(trace_moments(trace))
 
 
+@pytest.fixture
+def without_rhat(monkeypatch):
+    """R-hat takes most of the time of ``summarize_trace``; not all tests look at it."""
+    monkeypatch.setattr(accuracy, "rank_rhat", lambda trace: np.ones(trace.shape[-1]))
+
+
+@pytest.mark.usefixtures("without_rhat")
 @pytest.mark.parametrize("coefficient", COEFFICIENTS)
 @pytest.mark.parametrize(
     ("estimate", "shape"), [(many_chains, MANY), (summarize_trace, FEW)]
@@ -64,6 +74,7 @@ def test_ess_of_ar1(estimate, shape, coefficient):
     assert ess.mean() == pytest.approx(exact, rel=TOLERANCE)
 
 
+@pytest.mark.usefixtures("without_rhat")
 @pytest.mark.parametrize("coefficient", COEFFICIENTS)
 @pytest.mark.parametrize(
     ("estimate", "shape"),
@@ -78,6 +89,17 @@ def test_intervals_cover(estimate, shape, coefficient):
     low, high = binom.interval(0.9999, COVERAGE_REPEATS, 0.9)
     # Batch means of 200 steps lose a few percent of the variance at c = 0.9.
     assert low <= covered <= high
+
+
+@pytest.mark.parametrize("degrees", [1, 31, 10**6])
+def test_interval_is_that_of_student(degrees):
+    estimate = summarize(
+        trace_moments(np.random.default_rng(SEED).normal(size=(20, 20, 2)))
+    )
+    low, high = estimate._replace(degrees=degrees).interval(0.99)
+    half = student_t.ppf(0.995, degrees) * estimate.mcse
+    np.testing.assert_allclose((high - low) / 2, half, rtol=1e-12)
+    np.testing.assert_allclose((high + low) / 2, estimate.mean, rtol=1e-12)
 
 
 def test_running_sums_equal_the_stored_trace():
@@ -126,7 +148,8 @@ def test_ess_of_a_quiet_series_exceeds_the_number_of_draws():
 def test_shared_error_is_added():
     rng = np.random.default_rng(SEED)
     moments = trace_moments(rng.normal(size=(100, 20, 1)))
-    without, with_it = summarize(moments), summarize(moments, shared=np.array([0.5]))
+    without = summarize(moments)
+    with_it = summarize(moments, shared_variance=np.array([0.5]))
     assert with_it.mcse[0] ** 2 == pytest.approx(without.mcse[0] ** 2 + 0.5)
 
 
@@ -140,7 +163,7 @@ def test_rhat_sees_drift_and_disagreement():
         estimate = summarize(trace_moments(bad))
         assert estimate.rhat[0] > 1.1
         assert "R-hat" in estimate.warnings()[0]
-        assert rank_rhat(bad)[0] > 1.1
+        assert summarize_trace(bad).rhat[0] == rank_rhat(bad)[0] > 1.1
     # ArviZ's unranked split R-hat is the same formula.
     identity = array_stats.rhat(apart[..., 0].T, method="split")
     assert split_rhat(trace_moments(apart))[0] == pytest.approx(identity, rel=1e-6)
@@ -160,6 +183,49 @@ def test_correlation_and_decoupling():
     assert correlation(a, a + 2 * b)[1] == pytest.approx(expected)
     assert decoupling_rate(a > 0, a > 0) == 0
     assert decoupling_rate(a > 0, a <= 0) == 1
+
+
+def test_chance_is_told_from_difference():
+    """At a level of 5 %, 2 to 9 % of 1000 trials are false alarms."""
+    rng = np.random.default_rng(5)
+    alarms = [
+        beyond_chance(rng.normal(size=(32, 4)), np.zeros(4), 0.05) for _ in range(1000)
+    ]
+    assert 0.02 < np.mean(alarms) < 0.09
+    shifted = rng.normal(size=(32, 4)) + np.array([0, 0, 0, 2])
+    assert beyond_chance(shifted, np.zeros(4), 1e-3)
+    assert not beyond_chance(shifted, np.full(4, 1.0), 1e-3), "noise is allowed for"
+
+
+def test_chance_has_the_limit_of_student():
+    """One statistic: the two-sided t test, from just below its limit to just above."""
+    chains, level = 12, 1e-4
+    difference = np.random.default_rng(SEED).normal(size=(chains, 1))
+    error = difference.std(ddof=1) / np.sqrt(chains)
+    limit = student_t.isf(level / 2, chains - 1) * error
+    centred = difference - difference.mean()
+    for factor, found in [(0.999, False), (1.001, True), (-1.001, True)]:
+        assert beyond_chance(centred + factor * limit, np.zeros(1), level) is found
+
+
+def test_tails_without_a_variance_are_seen():
+    rng = np.random.default_rng(SEED)
+    normal, ratio = rng.normal(size=4000), rng.standard_cauchy(4000)
+    columns = {
+        "normal": (normal, False),
+        "uniform": (rng.uniform(size=4000), False),
+        "exponential": (rng.exponential(size=4000), False),
+        "event": (normal > 1, False),
+        "constant": (np.ones(4000), False),
+        "Cauchy": (ratio, True),
+        "far from zero": (1e6 + ratio, True),
+        "one side only": (-np.abs(ratio), True),
+        "no mean": (ratio**2, True),
+    }
+    values = np.stack([np.asarray(column, float) for column, _ in columns.values()], 1)
+    found = dict(zip(columns, heavy_tails(values).tolist(), strict=True))
+    assert found == {name: heavy for name, (_, heavy) in columns.items()}
+    assert not heavy_tails(values[:400]).any(), "too few draws to tell"
 
 
 def test_bad_input():

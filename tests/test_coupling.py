@@ -1,5 +1,10 @@
 """Coupled chains are the plain chains, to the bit; runs are compiled once."""
 
+import functools
+import gc
+import pickle
+import weakref
+
 import blackjax
 import jax
 import jax.numpy as jnp
@@ -8,21 +13,28 @@ import pytest
 from blackjax.base import SamplingAlgorithm
 from blackjax.mcmc import integrators
 from blackjax.mcmc.random_walk import normal
+from jax.extend.backend import get_backend
 
-from swindles import coupling
-from swindles.antithetic import antithetic, mirror
+from swindles.antithetic import antithetic, fold_series, mirror, pair_series
 from swindles.control import control
 from swindles.coupling import (
+    Total,
+    add_block,
     add_rates,
+    begin_run,
+    compiled,
     couple,
+    coupled,
     empty_rates,
     hmc,
+    keep_nothing,
     mala,
     random_walk,
     record,
     run,
     start,
     step_keys,
+    take_steps,
 )
 from swindles.cva import cva
 from swindles.targets import logistic_regression
@@ -80,13 +92,29 @@ def test_marginal_chains_are_bitwise_plain_blackjax(name, monkeypatch):
     with jax.disable_jit():
         _, trace = record(KEY, algorithm, start(algorithm, starts()), 10)
         for chain, density in densities.items():
-            single = reference(density)
-            states = jax.vmap(single.init)(starts())
+            single, sign = reference(density), -1 if chain == "minus" else 1
+            states = jax.vmap(single.init)(sign * starts())
             for i in range(10):
                 keys = jax.random.split(jax.random.fold_in(KEY, i), CHAINS)
                 states, _ = jax.vmap(single.step)(keys, states)
-                assert np.array_equal(trace[chain][i], states.position), chain
-    assert not np.array_equal(trace["plus"], trace["control"])
+                found = getattr(trace, chain)[i]
+                assert np.array_equal(found, sign * states.position), chain
+    assert not np.array_equal(trace.plus, trace.control)
+    assert not np.array_equal(trace.plus, trace.minus)
+
+
+def test_states_are_named_tuples():
+    """They can be read by name, replaced, pickled, and pass through JAX."""
+    algorithm = cva(hmc(0.4, 2), tilted)
+    state, info = algorithm.step(KEY, algorithm.init(jnp.ones(DIM)))
+    assert state._fields == info._fields == ("plus", "minus", "control")
+    assert type(state) is type(info) is coupled("plus", "minus", "control")
+    assert coupled("plus", "minus") is not type(state)
+    for back in (pickle.loads(pickle.dumps(state)), jax.jit(lambda s: s)(state)):
+        assert type(back) is type(state)
+        assert np.array_equal(back.minus.position, state.minus.position)
+    moved = state._replace(minus=state.plus)
+    assert moved.minus is state.plus and moved.control is state.control
 
 
 def test_shared_uniform_and_momentum():
@@ -120,7 +148,7 @@ def test_chains_contract_and_unshared_uniforms_prevent_it():
 
     def unshared_step(key, states):
         """The same momentum, but an independent Metropolis uniform for the second."""
-        moved, _ = single.step(key, states["first"])
+        moved, _ = single.step(key, states.first)
         kernel = blackjax.hmc.build_kernel(
             build_proposal=lambda *a, **k: reseeded(
                 blackjax.mcmc.hmc.hmc_proposal(*a, **k)
@@ -131,20 +159,16 @@ def test_chains_contract_and_unshared_uniforms_prevent_it():
             return lambda k, state: generate(jax.random.fold_in(k, 99), state)
 
         ones = jnp.ones(target.dim)
-        other, _ = kernel(key, states["second"], latent, 0.5, ones, 3)
-        return {"first": moved, "second": other}, ()
+        other, _ = kernel(key, states.second, latent, 0.5, ones, 3)
+        return states._replace(first=moved, second=other), ()
 
     unshared = SamplingAlgorithm(pair.init, unshared_step)
     left = {}
     for name, algorithm in {"shared": pair, "unshared": unshared}.items():
-        states = {
-            "first": start(pair, z[0])["first"],
-            "second": start(pair, z[1])["second"],
-        }
+        states = start(pair, z[0])._replace(second=start(pair, z[1]).second)
         _, trace = record(KEY, algorithm, states, 80)
-        left[name] = np.linalg.norm(trace["first"] - trace["second"], axis=-1)[
-            -10:
-        ].mean()
+        gap = np.linalg.norm(trace.first - trace.second, axis=-1)
+        left[name] = gap[-10:].mean()
     assert left["shared"] < 1e-3 < 1e-1 < left["unshared"]
 
 
@@ -172,23 +196,19 @@ def test_every_integrator_on_pytrees_with_jitter(scheme, integrator):
     for density, position in [(on_tree, tree), (tilted, flat)]:
         algorithm = scheme(sampler, density)
         traces.append(record(KEY, algorithm, start(algorithm, position), 20)[1])
-    for name, chain in traces[0].items():
+    for chain, flat_chain in zip(*traces, strict=True):
         joined = np.concatenate([chain["a"], chain["b"][..., None]], axis=-1)
-        np.testing.assert_allclose(joined, traces[1][name], atol=2e-4)
+        np.testing.assert_allclose(joined, flat_chain, atol=2e-4)
 
 
 def test_jitter_is_shared():
     single = hmc(0.4, 3, jitter=0.5)(tilted)
     algorithm = couple(plus=single, other=single)
     _, trace = record(KEY, algorithm, start(algorithm, starts()), 20)
-    assert np.array_equal(trace["plus"], trace["other"])
-    _, steady = record(
-        KEY,
-        couple(plus=hmc(0.4, 3)(tilted)),
-        {"plus": start(algorithm, starts())["plus"]},
-        20,
-    )
-    assert not np.allclose(steady["plus"], trace["plus"])
+    assert np.array_equal(trace.plus, trace.other)
+    without = couple(plus=hmc(0.4, 3)(tilted))
+    _, steady = record(KEY, without, start(without, starts()), 20)
+    assert not np.allclose(steady.plus, trace.plus)
 
 
 def test_mala_is_one_leapfrog_step():
@@ -252,16 +272,173 @@ def test_one_compilation_for_any_number_of_steps():
     assert len(traced) == before > 0
 
 
+def mean_position(sums, states, infos):
+    return sums + states.plus.position.mean(0)
+
+
 def test_blocks_and_pieces_do_not_change_the_chains():
+    """A run that goes on, also from the disk, is the run that never stopped."""
     algorithm = antithetic(hmc(0.3, 2), tilted)
-    states = start(algorithm, starts())
-    one, _ = run(KEY, algorithm, states, 30, num_blocks=1)
-    many, _ = run(KEY, algorithm, states, 30, num_blocks=7)
+    states, fold = start(algorithm, starts()), (jnp.zeros(DIM), mean_position)
+    one, total = run(KEY, algorithm, states, 30, fold, num_blocks=1)
+    many, rows = run(KEY, algorithm, states, 30, fold, num_blocks=7)
     final, trace = record(KEY, algorithm, states, 30)
-    for name in states:
-        assert np.array_equal(one[name].position, many[name].position)
-        assert np.array_equal(one[name].position, trace[name][-1])
-        assert np.array_equal(one[name].position, final[name].position)
+    begun = begin_run(states, fold[0])
+    piece = add_block(KEY, begun, algorithm, fold, 11)
+    piece = pickle.loads(pickle.dumps(jax.device_get(piece)))
+    piece = add_block(KEY, piece, algorithm, fold, 19)
+    assert (begun.steps, piece.steps) == (0, 30) and len(begun.rows) == 0
+    for name in states._fields:
+        expected = getattr(trace, name)[-1]
+        for found in (one, many, final, piece.states):
+            assert np.array_equal(getattr(found, name).position, expected)
+    assert rows.shape == (7, DIM) and piece.rows.shape == (2, DIM)
+    direct = trace.plus.mean(1)
+    cut = [direct[:11].sum(0), direct[11:].sum(0)]
+    np.testing.assert_allclose(piece.rows, cut, rtol=1e-4, atol=1e-4)
+    for sums in (total, rows):
+        np.testing.assert_allclose(sums.sum(0), direct.sum(0), rtol=1e-4, atol=1e-4)
+
+
+def test_runs_that_start_anew_repeat_their_random_numbers():
+    """The number of steps taken matters: without it the second piece is another."""
+    algorithm = couple(plus=hmc(0.3, 2)(tilted))
+    fold = jnp.zeros(DIM), mean_position
+    begun = begin_run(start(algorithm, starts()), fold[0])
+    piece = add_block(KEY, begun, algorithm, fold, 5)
+    on = add_block(KEY, piece, algorithm, fold, 5)
+    again = add_block(KEY, piece._replace(steps=0), algorithm, fold, 5)
+    assert not np.allclose(on.states.plus.position, again.states.plus.position)
+
+
+def test_totals_are_added_in_double_precision():
+    """2^24 + 1 is no float32."""
+    algorithm = couple(plus=hmc(0.3, 2)(tilted))
+    zero = {"large": Total(jnp.zeros(2)), "row": jnp.zeros(())}
+
+    def update(sums, states, infos):
+        large = sums["large"].value + jnp.array([2.0**23, 0.5])
+        return {"large": Total(large), "row": sums["row"] + 1}
+
+    states = start(algorithm, starts())
+    _, sums = run(KEY, algorithm, states, 3, (zero, update), num_blocks=3)
+    assert sums["large"].value.dtype == np.float64
+    assert sums["large"].value.tolist() == [3 * 2.0**23, 1.5]
+    assert sums["row"].tolist() == [1, 1, 1]
+
+
+def test_rates_count_each_chain():
+    """Against the decisions stored at every step."""
+    algorithm = cva(hmc(0.9, 3), tilted)
+    states = start(algorithm, starts())
+    fold = empty_rates(states), lambda sums, _, infos: add_rates(sums, infos)
+    _, rates = run(KEY, algorithm, states, 50, fold, num_blocks=5)
+    _, infos = record(KEY, algorithm, states, 50, lambda _, infos: infos)
+    assert rates.steps.tolist() == [10] * 5
+    assert set(rates.decoupled) == {"minus", "control"}
+    for name, info in infos._asdict().items():
+        accepted = rates.accepted[name].sum(0)
+        assert accepted.tolist() == info.is_accepted.sum(0).tolist()
+        assert 0 < accepted.sum() < 50 * CHAINS
+        probability = info.acceptance_rate.sum(0)
+        np.testing.assert_allclose(rates.acceptance[name].sum(0), probability, 1e-4)
+    for name, parted in rates.decoupled.items():
+        differs = getattr(infos, name).is_accepted != infos.plus.is_accepted
+        assert parted.sum(0).tolist() == differs.sum(0).tolist()
+        mean = rates.means()["decoupling"][name]
+        assert mean == pytest.approx(differs.mean()) and mean > 0
+
+
+def test_divergences_are_counted_once_a_step():
+    """A wall that every trajectory of two of three chains runs into."""
+
+    def wall(x):
+        return jnp.where(jnp.abs(x).sum() > 1e-3, -jnp.inf, -0.5 * jnp.sum(x**2))
+
+    algorithm = couple(
+        plus=hmc(0.5, 2)(wall), a=hmc(0.5, 2)(wall), b=hmc(0.5, 2)(tilted)
+    )
+    states = start(algorithm, jnp.zeros((4, DIM)))
+    fold = empty_rates(states), lambda sums, _, infos: add_rates(sums, infos)
+    _, rates = run(KEY, algorithm, states, 6, fold)
+    assert rates.divergent.sum(0).tolist() == [6] * 4
+
+
+def make_and_drop(sampler, scheme):
+    """Use a sampler in all ways; returns weak references to what it was made of."""
+
+    def density(x):
+        return tilted(x)
+
+    algorithm = scheme(sampler, density)
+    states = start(algorithm, starts(4))
+    fold = fold_series(pair_series(lambda x: x), states)
+    states, _ = run(KEY, algorithm, states, 2, fold, num_blocks=1)
+    record(KEY, algorithm, states, 2)
+    return [weakref.ref(f) for f in (density, *algorithm, fold[1])]
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_programs_die_with_the_sampler(name):
+    references = make_and_drop(SAMPLERS[name][0], antithetic)
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 4
+
+
+def test_many_samplers_leave_no_programs_behind():
+    """A process may make as many samplers as it likes."""
+
+    def walk(sampler, density):
+        return couple(plus=random_walk(0.1)(density))
+
+    def after(number):
+        for _ in range(number):
+            make_and_drop(None, walk)
+        gc.collect()
+        return len(get_backend().live_executables()), len(jax.live_arrays())
+
+    assert after(2) == after(30)
+
+
+def test_programs_are_kept_while_the_sampler_is():
+    """Also when the sampler is only used through its step."""
+    algorithm = couple(plus=random_walk(0.1)(tilted))
+    states = start(algorithm, starts())
+    run(KEY, algorithm, states, 2)
+    before = len(get_backend().live_executables())
+    gc.collect()
+    run(KEY, algorithm, states, 2)
+    assert len(get_backend().live_executables()) == before
+
+
+def test_a_wrapper_does_not_inherit_programs():
+    """``functools.wraps`` copies attributes; the wrapper is still another function."""
+    algorithm = couple(plus=random_walk(0.1)(tilted))
+    states = start(algorithm, starts())
+    walked, _ = run(KEY, algorithm, states, 2)
+
+    @functools.wraps(algorithm.step)
+    def stay(key, state):
+        return state, algorithm.step(key, state)[1]
+
+    stayed, _ = run(KEY, SamplingAlgorithm(algorithm.init, stay), states, 2)
+    assert np.array_equal(stayed.plus.position, starts())
+    assert not np.array_equal(walked.plus.position, starts())
+
+
+def test_methods_of_two_objects_do_not_share_programs():
+    """Nor do they need a place to keep them."""
+
+    class Shift:
+        def __init__(self, by):
+            self.by = by
+
+        def move(self):
+            return self.by
+
+    one, two = Shift(1).move, Shift(2).move
+    assert [compiled(f, "move", lambda f=f: f)() for f in (one, two, one)] == [1, 2, 1]
+    assert compiled(len, "builtin", lambda: max) is max
 
 
 def test_every_step_and_chain_has_its_own_key():
@@ -275,9 +452,7 @@ def test_lowers_for_cuda(sampler):
     states = start(algorithm, starts())
 
     def kernel(key, states, first, last):
-        return coupling.advance(
-            key, states, (), first, last, algorithm.step, coupling.keep_nothing, False
-        )
+        return take_steps(key, states, (), first, last, algorithm.step, keep_nothing)
 
     exported = jax.export.export(jax.jit(kernel), platforms=["cuda"])
     assert exported(KEY, states, 0, 10).platforms == ("cuda",)

@@ -92,12 +92,28 @@ def test_chapter_without_exports_has_no_module(write):
     assert not (root / "src/swindles/walks.py").exists()
 
 
-def test_orphaned_module(write):
+@pytest.mark.parametrize("orphan", ["src/swindles/runs.py", "book/runs.py"])
+def test_orphaned_module(write, orphan):
     root = write(cell(SECOND))
     mirror.mirror(root)
-    (root / "src/swindles/runs.py").touch()
+    (root / orphan).touch()
     (fault,) = mirror.mirror(root, check=True)
-    assert "src/swindles/runs.py has no chapter" in fault
+    assert f"{orphan} has no chapter" in fault
+
+
+@pytest.mark.parametrize("name", sorted(mirror.NOT_PACKAGED))
+def test_modules_that_make_results_lie_beside_their_chapters(write, name):
+    root = write(cell(SECOND))
+    (root / f"book/{name}.md").write_text(HEADER + cell(SECOND))
+    (fault,) = [f for f in mirror.mirror(root, check=True) if name in f]
+    assert f"book/{name}.py is missing" in fault
+    assert mirror.mirror(root) == []
+    assert f"Mirrored from book/{name}.md" in (root / f"book/{name}.py").read_text()
+    assert not (root / f"src/swindles/{name}.py").exists()
+    # What was packaged before is an orphan now.
+    (root / f"src/swindles/{name}.py").touch()
+    (fault,) = mirror.mirror(root, check=True)
+    assert f"src/swindles/{name}.py has no chapter" in fault
 
 
 @pytest.mark.parametrize(
@@ -139,6 +155,13 @@ def test_docstrings_and_imports_do_not_count_as_code():
     assert (
         mirror.code_lines(f"import math\nfrom os import (\n    path,\n)\n{body}") == 2
     )
+
+
+def test_classes_are_as_long_as_they_have_to_be():
+    fields = "".join(f"    x{i}: int = {i}\n" for i in range(40))
+    long_class = f"class Point:\n{fields}"
+    assert mirror.code_lines(long_class) == 0
+    assert mirror.code_lines(f"{long_class}\n\ndef f():\n    return 1") == 2
 
 
 def test_real_tree_is_in_sync():

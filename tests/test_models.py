@@ -1,7 +1,5 @@
 """Models: the right density, names that survive, and errors in plain words."""
 
-import importlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,15 @@ import pytest
 from scipy import stats
 
 from swindles import models
-from swindles.models import Model, flatten, from_numpyro, from_pymc, named
+from swindles.models import (
+    Model,
+    from_numpyro,
+    from_pymc,
+    make_problem,
+    name_numbers,
+    need,
+)
+from swindles.transport import Affine
 
 Y = np.array([3.0, 0.0, 2.0, 4.0])
 
@@ -31,8 +37,13 @@ def by_hand(log_rate, b):
     return prior + stats.poisson(rate * np.exp(b[0])).logpmf(Y).sum() + log_rate
 
 
-def test_numpyro_density_has_the_log_determinant():
-    model = from_numpyro(counts, Y)
+@pytest.fixture(scope="module")
+def numpyro_counts():
+    return from_numpyro(counts, Y)
+
+
+def test_numpyro_density_has_the_log_determinant(numpyro_counts):
+    model = numpyro_counts
     rng = np.random.default_rng(1)
     for _ in range(3):
         u, b = rng.normal(), rng.normal(size=2)
@@ -40,9 +51,8 @@ def test_numpyro_density_has_the_log_determinant():
         assert np.isclose(found, by_hand(u, b), rtol=1e-5)
 
 
-def test_numpyro_statistics_see_constrained_values_by_site():
-    model = from_numpyro(counts, Y)
-    values = model.constrain({"rate": jnp.array(0.5), "b": jnp.ones(2)})
+def test_numpyro_statistics_see_constrained_values_by_site(numpyro_counts):
+    values = numpyro_counts.constrain({"rate": jnp.array(0.5), "b": jnp.ones(2)})
     assert sorted(values) == ["b", "rate", "twice"]
     assert np.isclose(values["rate"], np.exp(0.5))
     assert np.isclose(values["twice"], 2 * np.exp(0.5))
@@ -68,7 +78,7 @@ def test_pymc_has_the_same_density_and_names():
     assert not jax.config.jax_enable_x64, "PyMC's bridge switches it on"
     slope = jax.grad(model.logdensity)(at)
     assert slope["b"].dtype == jnp.float32
-    assert flatten(model).names == ["b[0]", "b[1]", "rate", "twice"]
+    assert make_problem(model).names == ["b[0]", "b[1]", "rate", "twice"]
 
 
 def test_discrete_pymc_variables_are_refused():
@@ -82,47 +92,120 @@ def test_discrete_pymc_variables_are_refused():
 
 @pytest.mark.parametrize(
     ("call", "extra"),
-    [(lambda: from_numpyro(counts, Y), "numpyro"), (lambda: from_pymc(None), "pymc")],
+    [
+        (lambda: from_numpyro(counts, Y), "numpyro"),
+        (lambda: from_pymc(None), "pymc"),
+        (lambda: need("matplotlib.pyplot", "plot"), "plot"),
+    ],
 )
 def test_a_missing_library_is_named_with_its_extra(monkeypatch, call, extra):
     def missing(name):
         raise ImportError(name)
 
     monkeypatch.setattr(models, "import_module", missing)
-    with pytest.raises(ImportError, match=rf"swindles\[{extra}\]"):
+    library = {"plot": "matplotlib"}.get(extra, extra)
+    with pytest.raises(ImportError, match=rf"needs {library}: .*swindles\[{extra}\]"):
         call()
-    assert importlib.import_module  # the real one is untouched
 
 
 def test_names_and_shapes_survive():
     position = {"a": jnp.zeros((2, 2)), "b": [jnp.zeros(()), jnp.zeros(1)]}
-    flat = flatten(Model(lambda p: -(jnp.sum(p["a"]) ** 2) - p["b"][0] ** 2, position))
+    model = Model(lambda p: -(jnp.sum(p["a"]) ** 2) - p["b"][0] ** 2, position)
+    problem = make_problem(model)
     names = ["a[0, 0]", "a[0, 1]", "a[1, 0]", "a[1, 1]", "b.0", "b.1[0]"]
-    assert flat.names == named(position) == names
-    back = flat.restore(np.arange(6.0))
+    assert problem.names == name_numbers(position) == names
+    assert problem.dim == model.dim == 6
+    back = problem.restore(np.arange(6.0))
     assert back["a"].tolist() == [[0, 1], [2, 3]]
     assert back["b"][0] == 4 and back["b"][1].tolist() == [5]
-    restored = flat.restore(np.asarray(flat.statistic(jnp.arange(6.0))))
+    restored = problem.restore(np.asarray(problem.statistic(jnp.arange(6.0))))
     assert jax.tree.all(jax.tree.map(np.array_equal, restored, back))
 
 
 def test_statistics_may_be_counts_and_events():
-    flat = flatten(
+    problem = make_problem(
         Model(lambda x: -(x @ x), jnp.ones(2)),
         lambda x: {"up": x > 0, "n": jnp.size(x)},
     )
-    assert flat.names == ["n", "up[0]", "up[1]"]
-    assert flat.statistic(jnp.array([1.0, -1.0])).tolist() == [2, 1, 0]
+    assert problem.names == ["n", "up[0]", "up[1]"]
+    assert problem.statistic(jnp.array([1.0, -1.0])).tolist() == [2, 1, 0]
 
 
 def test_mixed_types_become_one():
     position = {"a": 1, "b": np.float64(2), "c": np.ones(1, np.float16)}
-    flat = flatten(Model(lambda p: -(p["a"] ** 2) - p["b"] ** 2 - p["c"][0], position))
-    assert flat.position.dtype == jnp.float32
+    model = Model(lambda p: -(p["a"] ** 2) - p["b"] ** 2 - p["c"][0], position)
+    assert model.dim == 3
+    assert make_problem(model).position.dtype == jnp.float32
     with jax.enable_x64(True):
-        flat = flatten(Model(lambda p: -(p["a"] ** 2) - p["b"] ** 2, position))
-        assert flat.position.dtype == jnp.float64
-        assert flat.logdensity(flat.position).dtype == jnp.float64
+        problem = make_problem(model)
+        assert problem.position.dtype == jnp.float64
+        assert problem.logdensity(problem.position).dtype == jnp.float64
+
+
+def rate_model():
+    """A log rate and a vector; statistics see the rate."""
+    return Model(
+        lambda p: p["log_rate"] - jnp.exp(p["log_rate"]) - p["b"] @ p["b"] / 2,
+        {"log_rate": 0.5, "b": jnp.zeros(2)},
+        lambda p: {"rate": jnp.exp(p["log_rate"]), "b": p["b"]},
+    )
+
+
+def sheared():
+    """A full map: triangular, with a negative entry on its diagonal."""
+    scale = jnp.array([[2.0, 0.0, 0.0], [0.3, -0.5, 0.0], [-1.0, 0.2, 1.5]])
+    return Affine(jnp.array([0.1, -0.2, 0.3]), scale)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_a_problem_through_a_map_is_the_same_problem(x64):
+    with jax.enable_x64(x64):
+        to_x = jax.tree.map(lambda leaf: jnp.asarray(leaf, float), sheared())
+        problem = make_problem(rate_model())
+        latent = problem.through(to_x)
+        z = jax.random.normal(jax.random.key(0), (3,))
+        x, jacobian = to_x(z), jax.jacobian(to_x)(z)
+        moved = problem.logdensity(x) + jnp.linalg.slogdet(jacobian)[1]
+        np.testing.assert_allclose(latent.logdensity(z), moved, rtol=1e-6)
+        assert np.array_equal(latent.statistic(z), problem.statistic(x))
+        assert np.array_equal(latent.constrain(z)["b"], problem.constrain(x)["b"])
+        assert np.array_equal(latent.position, np.zeros(3))
+        assert latent.position.dtype == problem.position.dtype == z.dtype
+        assert latent.logdensity(z).dtype == latent.statistic(z).dtype == z.dtype
+        assert latent.names == problem.names and latent.dim == problem.dim
+        restored = latent.restore(np.asarray(latent.statistic(z)))
+        np.testing.assert_allclose(restored["rate"], np.exp(x[2]), rtol=1e-6)
+
+
+def test_maps_can_be_chained():
+    problem, outer = make_problem(rate_model()), sheared()
+    inner = Affine(jnp.ones(3), jnp.array([0.5, 2.0, 3.0]))
+    twice = problem.through(outer).through(inner)
+    once = problem.through(Affine(outer(inner.shift), outer.scale * inner.scale))
+    z = jnp.array([0.3, -0.1, 0.2])
+    np.testing.assert_allclose(twice.statistic(z), once.statistic(z), rtol=1e-5)
+    np.testing.assert_allclose(twice.logdensity(z), once.logdensity(z), rtol=1e-5)
+
+
+def test_a_latent_problem_is_compiled_once():
+    """Its functions are the same objects, so a second ``jax.jit`` finds the first."""
+    traces = []
+
+    def counted(x):
+        traces.append("density")
+        return -(x @ x)
+
+    def constrain(x):
+        traces.append("statistic")
+        return x
+
+    problem = make_problem(Model(counted, jnp.ones(3), constrain))
+    latent = problem.through(sheared())
+    traces.clear()
+    for _ in range(2):
+        jax.jit(latent.logdensity)(latent.position)
+        jax.jit(latent.statistic)(latent.position)
+    assert traces == ["density", "statistic"]
 
 
 def square(x):
@@ -174,4 +257,4 @@ BAD = {
 def test_bad_models_are_refused_in_words(name):
     logdensity, position, statistics, words = BAD[name]
     with pytest.raises(ValueError, match=words):
-        flatten(Model(logdensity, position), statistics)
+        make_problem(Model(logdensity, position), statistics)

@@ -1,9 +1,11 @@
 """The book's frame: contents, references, environment, and an off-line build."""
 
+import ast
 import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import offline
@@ -45,6 +47,44 @@ def test_extras():
     assert {"book", "test", "cuda12"} <= set(project["optional-dependencies"])
 
 
+def top_level_names(module: Path) -> list[str]:
+    """Functions, classes and constants that a module defines."""
+    found = []
+    for node in ast.parse(module.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.append(node.name)
+        elif isinstance(node, ast.Assign):
+            found += [name.id for name in node.targets if isinstance(name, ast.Name)]
+        elif isinstance(node, ast.AnnAssign):
+            found.append(node.target.id)
+    return found
+
+
+def test_each_name_is_defined_once():
+    """Two parts of one name are two parts that do one thing, or two meanings."""
+    modules = sorted((ROOT / "src" / "swindles").glob("[a-z]*.py"))
+    assert len(modules) > 10
+    count = Counter(name for module in modules for name in top_level_names(module))
+    assert [name for name, times in count.items() if times > 1] == []
+
+
+HEAVY = ("arviz", "arviz_stats", "xarray", "pandas", "matplotlib", "numpyro", "pymc")
+HEAVY += ("flowjax", "equinox", "paramax", "scipy.stats", "scipy.signal")
+
+
+def test_import_is_light():
+    """Libraries that most calls do not need are imported where they are needed."""
+    code = (
+        "import sys, jax, blackjax; before = set(sys.modules); import swindles; "
+        "swindles.estimate; print(*(set(sys.modules) - before))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = set(done.stdout.split())
+    assert "swindles.estimation" in imported
+    assert imported.isdisjoint(HEAVY)
+
+
 def test_lock_names_no_host():
     assert "://" not in (ROOT / "constraints.txt").read_text()
 
@@ -72,8 +112,9 @@ def test_cited_works_are_in_the_bibliography():
 def test_scale(monkeypatch):
     monkeypatch.delenv("SWINDLES_SCALE", raising=False)
     assert style.scale() == "laptop"
-    monkeypatch.setenv("SWINDLES_SCALE", "paper")
-    assert style.scale() == "paper"
+    for scale in ("smoke", "paper"):
+        monkeypatch.setenv("SWINDLES_SCALE", scale)
+        assert style.scale() == scale
     monkeypatch.setenv("SWINDLES_SCALE", "huge")
     with pytest.raises(ValueError, match="huge"):
         style.scale()
@@ -139,6 +180,7 @@ def test_public_names_are_in_the_book(built):
     assert "Alias for field" not in page and " at 0x" not in page
 
 
+@pytest.mark.slow
 def test_readme_example_gives_what_the_readme_shows():
     """Same numbers up to a few of their own standard errors."""
     text = (ROOT / "README.md").read_text()

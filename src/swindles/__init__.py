@@ -1,50 +1,45 @@
 """Hamiltonian Monte Carlo swindles: posterior expectations with smaller errors.
 
-``estimate`` is the front door. Behind it is one module for each chapter of the book:
-``targets``, ``accuracy``, ``transport``, ``coupling``, ``antithetic``, ``control``,
-``cva``, ``latent``, ``tuning``, ``stein``, ``models``, ``pilot`` and ``blocks``, in the
-order in which they build on each other.
+``swindles.estimate(...)`` is the front door. Behind it is one module for each chapter
+of the book: ``accuracy``, ``transport``, ``neutra``, ``models``, ``targets``,
+``coupling``, ``antithetic``, ``control``, ``cva``, ``stein``, ``schemes``, ``tuning``,
+``choice`` and ``estimation``, in the order in which they build on each other. They are
+imported when they are first used.
 """
 
+from importlib import import_module
 from importlib.metadata import version
+from typing import Any
 
-from swindles import (
-    accuracy,
-    antithetic,
-    blocks,
-    control,
-    coupling,
-    cva,
-    latent,
-    models,
-    pilot,
-    stein,
-    targets,
-    transport,
-    tuning,
+# Where each public name lives.
+NAMES = {
+    "Model": "models",
+    "from_numpyro": "models",
+    "from_pymc": "models",
+    "hmc_antithetic": "schemes",
+    "hmc_control": "schemes",
+    "hmc_cva": "schemes",
+    "Report": "estimation",
+    "estimate": "estimation",
+    "load": "estimation",
+}
+MODULES = (
+    *("accuracy", "transport", "neutra", "models", "targets", "coupling", "antithetic"),
+    *("control", "cva", "stein", "schemes", "tuning", "choice", "estimation"),
 )
-from swindles.estimate import Report, estimate, load
-from swindles.models import Model, from_numpyro, from_pymc
-
-__all__ = [
-    "Model",
-    "Report",
-    "accuracy",
-    "antithetic",
-    "blocks",
-    "control",
-    "coupling",
-    "cva",
-    "estimate",
-    "from_numpyro",
-    "from_pymc",
-    "latent",
-    "load",
-    "models",
-    "pilot",
-    "stein",
-    "targets",
-    "transport",
-    "tuning",
-]
+__all__ = [*NAMES, *MODULES]
 __version__ = version("swindles")
+
+
+def __getattr__(name: str) -> Any:
+    """Import a module, or what a module defines, at its first use."""
+    if name in NAMES:
+        return getattr(import_module(f"swindles.{NAMES[name]}"), name)
+    if name in MODULES:
+        return import_module(f"swindles.{name}")
+    raise AttributeError(f"module 'swindles' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names and modules."""
+    return sorted([*__all__, "__version__"])

@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from arviz_stats.base import array_stats
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import Float, Num
-from scipy.stats import t as student_t
+from jaxtyping import Bool, Float, Num
+from scipy.special import stdtrit
 
 # From this many chains on, the spread between chains measures the error.
 MANY_CHAINS = 16
@@ -20,8 +19,8 @@ MANY_CHAINS = 16
 class Moments(NamedTuple):
     """Running sums of a series ``f`` over steps, one row per chain.
 
-    ``coupling.run`` returns them with one more axis in front: a row of sums for each
-    block of steps.
+    A run returns them with one more axis in front: a row of sums for each block of
+    steps.
 
     Parameters
     ----------
@@ -180,7 +179,7 @@ class Estimate(NamedTuple):
         self, level: float = 0.95
     ) -> tuple[Float[np.ndarray, " dim"], Float[np.ndarray, " dim"]]:
         """Lower and upper ends of a confidence interval (Student's t)."""
-        half = student_t.ppf((1 + level) / 2, self.degrees) * self.mcse
+        half = stdtrit(self.degrees, (1 + level) / 2) * self.mcse
         return self.mean - half, self.mean + half
 
     def warnings(self) -> list[str]:
@@ -200,7 +199,7 @@ class Estimate(NamedTuple):
 def summarize(
     moments: Moments,
     means: Float[np.ndarray, "blocks chains dim"] | None = None,
-    shared: ArrayLike = 0.0,
+    shared_variance: ArrayLike = 0.0,
 ) -> Estimate:
     """Estimate E f from running sums.
 
@@ -212,8 +211,8 @@ def summarize(
     means
         Block means of the series that estimates E f, if that is another one: a
         swindled series, say.
-    shared
-        Variance of an error that all chains have in common.
+    shared_variance
+        That of an error which all chains have in common.
 
     Examples
     --------
@@ -229,7 +228,7 @@ def summarize(
         raise ValueError("one chain in one block has no spread: use more chains")
     mean = np.average(means, axis=0, weights=count).mean(0)
     variance = target_variance(moments)
-    squared_error = groups.var(0, ddof=1) / len(groups) + np.asarray(shared)
+    squared_error = groups.var(0, ddof=1) / len(groups) + np.asarray(shared_variance)
     with np.errstate(divide="ignore", invalid="ignore"):
         ess = variance / squared_error
     mcse, rhat = np.sqrt(squared_error), split_rhat(moments)
@@ -262,6 +261,8 @@ def rank_rhat(trace: ArrayLike) -> Float[np.ndarray, " dim"]:
     >>> rank_rhat(trace).round(1).tolist()
     [1.0, 1.0]
     """
+    from arviz_stats.base import array_stats  # slow to import
+
     trace = np.asarray(trace)
     return np.array([array_stats.rhat(trace[..., i].T) for i in range(trace.shape[-1])])
 
@@ -325,3 +326,46 @@ def decoupling_rate(first: ArrayLike, second: ArrayLike) -> float:
     0.25
     """
     return float(np.mean(np.asarray(first, bool) != np.asarray(second, bool)))
+
+
+def beyond_chance(
+    difference: Float[np.ndarray, "chains statistics"],
+    noise: Float[np.ndarray, " statistics"],
+    level: float,
+) -> bool:
+    """Whether chains agree that a difference (chains, statistics) is not zero.
+
+    ``noise`` is a standard error to allow for, besides that of the mean over chains.
+    ``level`` is the probability of a false alarm, over all statistics.
+
+    Examples
+    --------
+    >>> chance = np.random.default_rng(0).normal(size=(100, 5))
+    >>> [beyond_chance(chance + shift, np.zeros(5), 1e-3) for shift in (0.0, 1.0)]
+    [False, True]
+    """
+    chains, number = difference.shape
+    error = np.sqrt(difference.var(0, ddof=1) / chains + noise**2)
+    limit = -stdtrit(chains - 1, level / 2 / number)
+    return bool((np.abs(difference.mean(0)) > limit * error).any())
+
+
+def heavy_tails(
+    values: Float[np.ndarray, "draws statistics"],
+) -> Bool[np.ndarray, " statistics"]:
+    """Which statistics (draws, statistics) have tails too heavy for a reliable error.
+
+    Examples
+    --------
+    >>> draws = np.random.default_rng(0).standard_cauchy((4000, 1))
+    >>> heavy_tails(draws).tolist(), heavy_tails(np.arctan(draws)).tolist()
+    ([True], [False])
+    """
+    from swindles.transport import pareto_k  # a later chapter
+
+    def is_heavy(column: np.ndarray) -> bool:
+        away = np.abs(column - np.median(column))
+        away = away[away > 0]
+        return away.size > 500 and pareto_k(np.log(away)) > 0.7
+
+    return np.array([is_heavy(column) for column in values.T], bool)

@@ -5,31 +5,24 @@ Mirrored from book/control.md: edit there, then run `make mirror`.
 
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from itertools import product
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from blackjax.base import SamplingAlgorithm
 from jax import Array
+from jax.extend.core import jaxpr_as_fun
 from jax.flatten_util import ravel_pytree
+from jax.typing import ArrayLike
 from jaxtyping import Float, Key
 
-from swindles.accuracy import (
-    Moments,
-    add_step,
-    block_means,
-    empty_moments,
-    summarize,
-    target_variance,
-)
 from swindles.antithetic import (
-    PairSums,
     Result,
-    antithetic_correlation,
+    Series,
+    check_statistic,
     evaluate,
-    fold_pairs,
     negate,
     pair_values,
 )
@@ -49,10 +42,69 @@ def control(
     --------
     >>> from swindles.coupling import hmc, start
     >>> algorithm = control(hmc(0.3, 5), lambda z: -jnp.sum(jnp.cosh(z)))
-    >>> sorted(start(algorithm, jnp.ones((4, 2))))
-    ['control', 'plus']
+    >>> start(algorithm, jnp.ones((4, 2)))._fields
+    ('plus', 'control')
     """
     return couple(plus=sampler(logdensity), control=sampler(reference))
+
+
+def control_values(feature: Callable, states: Any) -> Array:
+    """Features at Y and, when there is a "minus" chain, at -Y: (1 or 2, chains, k)."""
+    places = [states.control.position]
+    if hasattr(states, "minus"):
+        places.append(negate(states.control.position))
+    return evaluate(feature, places)
+
+
+def apply_beta(features: Array, beta: ArrayLike) -> Array:
+    """What coefficients make of features (..., features): (..., dim).
+
+    Examples
+    --------
+    >>> apply_beta(jnp.ones((5, 2)), np.ones(2)).shape
+    (5, 2)
+    >>> apply_beta(jnp.ones((5, 2)), np.ones((2, 3))).shape
+    (5, 3)
+    """
+    beta = jnp.asarray(beta, features.dtype)
+    if beta.ndim == 1:
+        return features * beta
+    return jnp.matmul(features, beta, precision="highest")
+
+
+def control_series(
+    statistic: Callable,
+    observe: Callable[[Any], Array],
+    mean: ArrayLike,
+    beta: ArrayLike,
+) -> Series:
+    """Z is f, less what features predict of its error: f - beta (g - E g).
+
+    ``observe`` takes the states of all chains to features of shape (1 or 2, chains,
+    features); ``mean`` is what is known of their mean.
+
+    Examples
+    --------
+    With Q = P the control chain knows the whole error:
+
+    >>> from swindles.antithetic import estimate_series, fold_series
+    >>> from swindles.coupling import hmc, run, start
+    >>> algorithm = control(hmc(0.5, 3), standard_normal)
+    >>> states = start(algorithm, jax.random.normal(jax.random.key(0), (32, 2)))
+    >>> observe = partial(control_values, jnp.square)
+    >>> series = control_series(jnp.square, observe, np.ones(2), np.ones(2))
+    >>> fold = fold_series(series, states)
+    >>> _, sums = run(jax.random.key(1), algorithm, states, 100, fold)
+    >>> estimate_series(sums).estimate.mean.round(5).tolist()
+    [1.0, 1.0]
+    """
+
+    def series(states: Any) -> tuple[Array, Any]:
+        values, features = pair_values(statistic, states), observe(states)
+        excess = features.mean(0) - jnp.asarray(mean, features.dtype)
+        return values[0], values.mean(0) - apply_beta(excess, beta)
+
+    return series
 
 
 class Expectation(NamedTuple):
@@ -80,12 +132,12 @@ class Expectation(NamedTuple):
     num_draws: int = 0
 
 
-def exact(mean: Any) -> Expectation:
+def exact_expectation(mean: Any) -> Expectation:
     """An expectation that is known exactly; ``mean`` may be a pytree.
 
     Examples
     --------
-    >>> exact({"mean": np.zeros(2), "square": np.ones(2)}).mean.tolist()
+    >>> exact_expectation({"mean": np.zeros(2), "square": np.ones(2)}).mean.tolist()
     [0.0, 0.0, 1.0, 1.0]
     """
     leaves = [np.ravel(leaf) for leaf in jax.tree.leaves(mean)]
@@ -93,14 +145,23 @@ def exact(mean: Any) -> Expectation:
     return Expectation(flat, np.zeros((flat.size, flat.size)))
 
 
-@partial(jax.jit, static_argnames=("feature", "batch"))
-def sum_draws(
-    keys: Array, like: Any, feature: Callable, batch: int
-) -> tuple[Array, Array, Array]:
-    """Sums over antithetic pairs from N(0, I), one batch of pairs for each key.
+def draw_expectation(
+    key: Key[Array, ""],
+    feature: Callable,
+    like: Any,
+    num_draws: int,
+    batch: int = 256,
+) -> Expectation:
+    """Estimate E_Q of ``feature`` for Q = N(0, I) from at least ``num_draws`` draws.
 
-    Returns a center, the products summed over all pairs, and the deviations from the
-    center summed over each batch.
+    ``like`` is one position: draws have its shape. Draws come in antithetic pairs, in
+    16 or more batches of ``batch`` draws. The spread between batches gives the error.
+
+    Examples
+    --------
+    >>> known = draw_expectation(jax.random.key(0), jnp.square, jnp.zeros(2), 20_000)
+    >>> bool(np.allclose(known.mean, 1, atol=0.05)), known.num_draws
+    (True, 20224)
     """
     flat, unravel = ravel_pytree(like)
 
@@ -108,305 +169,564 @@ def sum_draws(
         ends = [ravel_pytree(feature(unravel(end)))[0] for end in (z, -z)]
         return (ends[0] + ends[1]) / 2
 
-    center = pair_mean(jnp.zeros_like(flat))
+    @jax.jit
+    def batch_means(keys: Array) -> tuple[Array, Array]:
+        center = pair_mean(jnp.zeros_like(flat))
 
-    def add(gram: Array, key: Array) -> tuple[Array, Array]:
-        z = jax.random.normal(key, (batch, flat.size), flat.dtype)
-        deviation = jax.vmap(pair_mean)(z) - center
-        product = jnp.matmul(deviation.T, deviation, precision="highest")
-        return gram + product, deviation.sum(0)
+        def mean(key: Array) -> Array:
+            z = jax.random.normal(key, (batch // 2, flat.size), flat.dtype)
+            return (jax.vmap(pair_mean)(z) - center).mean(0)
 
-    zero = jnp.zeros((center.size, center.size), center.dtype)
-    return center, *jax.lax.scan(add, zero, keys)
+        return jax.lax.map(mean, keys), center
+
+    number = max(-(-num_draws // batch), 16)
+    means, center = jax.device_get(batch_means(jax.random.split(key, number)))
+    means = means.astype(np.float64)
+    covariance = np.atleast_2d(np.cov(means.T)) / number
+    return Expectation(center + means.mean(0), covariance, number * batch)
 
 
-def draw_expectation(
-    key: Key[Array, ""],
-    feature: Callable,
-    like: Any,
-    num_draws: int,
-    batch: int = 1024,
-) -> Expectation:
-    """Estimate E_Q of ``feature`` for Q = N(0, I) from at least ``num_draws`` draws.
+# Operations that keep the degree of a polynomial, or the largest of several.
+LINEAR = frozenset(
+    {"add", "sub", "neg", "add_any", "copy", "reduce_sum", "cumsum", "concatenate"}
+    | {"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose", "rev"}
+    | {"slice", "split", "stack", "pad", "convert_element_type"}
+)
+# Operations that are linear in the first of their arguments, if the others are fixed.
+LINEAR_IN_FIRST = frozenset(["div", "gather", "dynamic_slice"])
+# Operations of which the degrees add up.
+BILINEAR = frozenset(["mul", "dot_general"])
+NO_POLYNOMIAL = np.inf
 
-    ``like`` is one position: draws have its shape. Draws come in antithetic pairs, in
-    batches of ``batch`` pairs.
+
+def constant_power(equation: Any) -> float:
+    """The exponent of a power, if the program names it; else NaN."""
+    if equation.primitive.name == "pow":
+        return getattr(equation.invars[1], "val", np.nan)
+    return equation.params.get("y", 2)
+
+
+def loses_precision(equation: Any, degrees: list[float]) -> bool:
+    """Whether numbers come out of an operation coarser than they went in."""
+    given = [v for v, d in zip(equation.invars, degrees, strict=True) if d]
+    finest = min(jnp.finfo(v.aval.dtype).eps for v in given)
+    kinds = [v.aval.dtype for v in equation.outvars]
+    return any(
+        not jnp.issubdtype(kind, jnp.floating) or jnp.finfo(kind).eps > finest
+        for kind in kinds
+    )
+
+
+def equation_degree(equation: Any, degrees: list[float]) -> float:
+    """The degree of what an operation returns, from those of what it is given."""
+    name, most = equation.primitive.name, max(degrees, default=0)
+    if most in (0, NO_POLYNOMIAL):
+        return most
+    if loses_precision(equation, degrees):
+        return NO_POLYNOMIAL
+    if name in LINEAR:
+        return most
+    if name in BILINEAR:
+        return sum(degrees)
+    if name in ("square", "integer_pow", "pow"):
+        power = constant_power(equation)
+        return most * int(power) if power > 0 and power % 1 == 0 else NO_POLYNOMIAL
+    if name in LINEAR_IN_FIRST and max(degrees[1:]) == 0:
+        return most
+    if name == "select_n" and degrees[0] == 0:
+        return most
+    return NO_POLYNOMIAL
+
+
+def program_degrees(jaxpr: Any, inputs: list[float]) -> list[float]:
+    """The degrees of a program's results as polynomials of its arguments."""
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def degree(atom: Any) -> float:
+        return 0 if hasattr(atom, "val") else known.get(atom, 0)
+
+    for equation in jaxpr.eqns:
+        given = [degree(atom) for atom in equation.invars]
+        if equation.primitive.name in ("jit", "pjit"):
+            found = program_degrees(equation.params["jaxpr"].jaxpr, given)
+        else:
+            found = [equation_degree(equation, given)] * len(equation.outvars)
+        known |= dict(zip(equation.outvars, found, strict=True))
+    return [degree(atom) for atom in jaxpr.outvars]
+
+
+def polynomial_degree(function: Callable, like: Any) -> float:
+    """The degree of a function as a polynomial, proven from its program; else infinity.
+
+    It may be lower than that. Only additions and multiplications count as proof.
 
     Examples
     --------
-    >>> known = draw_expectation(jax.random.key(0), jnp.square, jnp.zeros(2), 20_000)
-    >>> bool(np.allclose(known.mean, 1, atol=0.05)), known.num_draws
-    (True, 20480)
+    >>> x = jnp.ones(3)
+    >>> [polynomial_degree(f, x) for f in (jnp.sum, lambda x: x @ x, jnp.exp)]
+    [1, 2, inf]
+    >>> [polynomial_degree(f, x) for f in (jnp.floor, jnp.abs, lambda x: 1.0 * (x > 2))]
+    [inf, inf, inf]
     """
-    keys = jax.random.split(key, -(-num_draws // (2 * batch)))
-    sums = jax.device_get(sum_draws(keys, like, feature, batch))
-    center, gram, totals = (part.astype(np.float64) for part in sums)
-    pairs = len(keys) * batch
-    shift = totals.sum(0) / pairs
-    covariance = gram / pairs - np.outer(shift, shift)
-    return Expectation(center + shift, covariance / (pairs - 1), 2 * pairs)
+    program = jax.make_jaxpr(function)(like).jaxpr
+    return max(program_degrees(program, [1] * len(program.invars)), default=0)
 
 
-class ControlSums(NamedTuple):
-    """Running sums of a run with a control chain."""
+def quadratic_expectation(feature: Callable, origin: Array) -> Expectation:
+    """E_Q of a polynomial of degree two or less: f(0) + trace of f''(0) / 2."""
+    program = jaxpr_as_fun(jax.make_jaxpr(feature)(origin))
 
-    pairs: PairSums
-    feature: Moments  # of g(Y), averaged over Y and -Y if there are two
-    gram: Total  # (groups, features, features): g g^T
-    cross: Total  # (groups, features, dim): g f^T
-    total: Total  # (groups, 1 + dim + features): 1, f and g, over the same steps
+    def slope(direction: Array, z: Array) -> list[Array]:
+        return jax.jvp(program, (z,), (direction,))[1]
 
+    def bend(direction: Array) -> list[Array]:
+        return jax.jvp(partial(slope, direction), (origin,), (direction,))[1]
 
-def feature_values(feature: Callable, states: dict[str, Any]) -> Array:
-    """Features at Y and, when there is a "minus" chain, at -Y: (1 or 2, chains, k)."""
-    places = [states["control"].position]
-    if "minus" in states:
-        places.append(negate(states["control"].position))
-    return evaluate(feature, places)
+    @jax.jit
+    def parts(axes: Array) -> tuple[list[Array], list[Array]]:
+        return program(origin), jax.lax.map(bend, axes, batch_size=16)
 
-
-# Groups of chains for cross-fitting: each uses the coefficients of the others.
-NUM_GROUPS = 4
-
-
-def group_edges(num_chains: int) -> np.ndarray:
-    """Where the groups of chains begin and end: (groups + 1,)."""
-    return np.linspace(0, num_chains, NUM_GROUPS + 1).astype(int)
-
-
-def products(a: Array, b: Array) -> Array:
-    """Sums over the chains of each group, mean over signs, of a b^T."""
-    return jnp.stack(
+    axes = jnp.eye(origin.size, dtype=origin.dtype)
+    values, bends = jax.device_get(parts(axes))
+    return exact_expectation(
         [
-            jnp.einsum("sck,scd->kd", a[:, i:j], b[:, i:j], precision="highest")
-            for i, j in pairwise(group_edges(a.shape[1]))
+            np.float64(value) + np.sum(second, 0, np.float64) / 2
+            for value, second in zip(values, bends, strict=True)
         ]
-    ) / len(a)
+    )
 
 
-def diagonal_products(a: Array, b: Array) -> Array:
-    """The diagonals of ``products``: (groups, features)."""
-    both = (a * b).mean(0)
-    edges = pairwise(group_edges(a.shape[1]))
-    return jnp.stack([both[i:j].sum(0) for i, j in edges])
+def reference_mean(
+    key: Key[Array, ""], problem: Any, num_draws: int = 400_000
+) -> Expectation:
+    """The mean of a problem's statistic under Q = N(0, I).
 
+    It is exact where the statistic is provably a polynomial of degree two or less, as
+    means and squares are in the latent space of an affine map; else from draws.
 
-def values_in(statistic: Callable, states: dict[str, Any], rows: int) -> Array:
-    """The statistic at X+ and X- or, in one row, their average: (rows, chains, dim)."""
-    values = pair_values(statistic, states)
-    return values if len(values) == rows else values.mean(0, keepdims=True)
-
-
-def add_products(
-    sums: list[Total], features: Array, values: Array, product: Callable
-) -> list[Total]:
-    """Add one step of all chains to the sums for the regression."""
-    one = jnp.ones_like(values[..., :1])
-    everything = jnp.concatenate([one, values, features], -1)
-    total = product(one, everything).reshape(NUM_GROUPS, -1)
-    parts = product(features, features), product(features, values), total
-    return [Total(old.value + new) for old, new in zip(sums, parts, strict=True)]
-
-
-def fold_features(
-    statistic: Callable,
-    states: dict[str, Any],
-    observe: Callable[[dict[str, Any]], Array],
-    expectation: Expectation,
-    full: bool = True,
-    every: int = 1,
-) -> tuple[Any, Callable]:
-    """What to give ``coupling.run`` as ``fold`` for any features of known mean.
-
-    ``observe`` takes the states of all chains to features of shape (1 or 2, chains,
-    features): at each of a pair of chains, or their average. ``full`` is whether to sum
-    all products, or only those of f_j with g_j; ``every`` at how many steps once.
+    Examples
+    --------
+    >>> from swindles.models import Model, make_problem
+    >>> from swindles.transport import Affine
+    >>> to_x = Affine(jnp.ones(2), jnp.array([1.0, 2.0]))
+    >>> model = Model(standard_normal, jnp.zeros(2))
+    >>> squares = make_problem(model, jnp.square).through(to_x)
+    >>> known = reference_mean(jax.random.key(0), squares)
+    >>> known.mean.tolist(), known.num_draws
+    ([2.0, 5.0], 0)
     """
-    pairs, update_pairs = fold_pairs(statistic, states)
-    center = jnp.asarray(expectation.mean, pairs.plus.center.dtype)
-    features = observe(states)
-    values = values_in(statistic, states, len(features))
-    check_features(features, values, center, full)
-    add = partial(add_products, product=products if full else diagonal_products)
-
-    def update(sums: ControlSums, states: dict, infos: dict) -> ControlSums:
-        features = observe(states)
-        values = values_in(statistic, states, len(features)) - sums.pairs.plus.center
-        moments = add_step(sums.feature, features.mean(0))
-        more = partial(add, features=features - center, values=values)
-        turn = (moments.steps - 1) % every == 0
-        parts = jax.lax.cond(turn, more, lambda same: same, list(sums[2:]))
-        return ControlSums(update_pairs(sums.pairs, states, infos), moments, *parts)
-
-    some = add([Total(jnp.zeros(()))] * 3, features, values)
-    zeros = jax.tree.map(jnp.zeros_like, some)
-    return ControlSums(pairs, empty_moments(center, features.shape[1]), *zeros), update
+    origin = jnp.zeros(problem.dim, problem.position.dtype)
+    if polynomial_degree(problem.statistic, origin) <= 2:
+        return quadratic_expectation(problem.statistic, origin)
+    return draw_expectation(key, problem.statistic, origin, num_draws)
 
 
-def fold_controls(
-    statistic: Callable,
-    states: dict[str, Any],
-    expectation: Expectation,
-    feature: Callable | None = None,
-    full: bool = True,
-) -> tuple[Any, Callable]:
-    """What to give ``coupling.run`` as ``fold`` for a run with a control chain.
+class PairProducts(NamedTuple):
+    """Sums, along each chain, of the statistic and of products of its values.
 
-    Parameters
-    ----------
-    expectation
-        The mean of ``feature`` under Q.
-    feature
-        What to evaluate at the control chain; the statistic itself by default.
-    full
-        Whether to sum all products of features, or only those of f_j with g_j.
+    The rows are the statistic at X+, X-, Y and -Y, as far as there are such chains.
+    """
+
+    center: Any  # (dim,): what is subtracted first; one for each block
+    steps: Total  # ()
+    first: Total  # (rows, chains, dim)
+    second: Total  # (rows, rows, chains, dim)
+
+    def covariance(self, weights: ArrayLike | None = None) -> np.ndarray:
+        """Covariances of the rows, chains weighted: (rows, rows, dim)."""
+        first = np.average(self.first.value, 1, weights) / self.steps.value
+        second = np.average(self.second.value, 2, weights) / self.steps.value
+        return second - first[:, None] * first
+
+    def chain_means(self) -> np.ndarray:
+        """Averages along each chain: (rows, chains, dim)."""
+        center = np.asarray(self.center, np.float64).reshape(
+            -1, self.first.value.shape[-1]
+        )
+        return center[0] + self.first.value / self.steps.value
+
+
+def fold_pair_products(statistic: Callable, states: Any) -> tuple[Any, Callable]:
+    """What to give ``coupling.run`` as ``fold``, to learn diagonal coefficients.
 
     Examples
     --------
     >>> from swindles.coupling import hmc, run, start
     >>> algorithm = control(hmc(0.5, 3), lambda z: -jnp.sum(jnp.cosh(z)))
     >>> states = start(algorithm, jnp.ones((32, 2)))
-    >>> fold = fold_controls(jnp.square, states, exact(np.ones(2)))
-    >>> _, sums = run(jax.random.key(0), algorithm, states, 100, fold, num_blocks=5)
-    >>> sums.feature.total.shape, sums.gram.value.shape
-    ((5, 32, 2), (4, 2, 2))
+    >>> fold = fold_pair_products(jnp.square, states)
+    >>> _, sums = run(jax.random.key(0), algorithm, states, 100, fold)
+    >>> sums.covariance().shape  # of f(X) and f(Y), for each entry of f
+    (2, 2, 2)
     """
-    observe = partial(feature_values, feature or statistic)
-    return fold_features(statistic, states, observe, expectation, full)
+    center = check_statistic(statistic, states)
+
+    def rows(states: Any) -> Array:
+        here = pair_values(statistic, states)
+        if not hasattr(states, "control"):
+            return here - center
+        both = [here, control_values(statistic, states)]
+        return jnp.concatenate(both) - center
+
+    def update(sums: PairProducts, states: Any, infos: Any) -> PairProducts:
+        away = rows(states)
+        new = jnp.ones(()), away, away[:, None] * away
+        old = (total.value for total in sums[1:])
+        added = (Total(a + b) for a, b in zip(old, new, strict=True))
+        return PairProducts(center, *added)
+
+    zero = 0 * rows(states)
+    empty = jnp.zeros(()), zero, zero[:, None] * zero
+    return PairProducts(center, *map(Total, empty)), update
 
 
-def check_features(features: Array, values: Array, mean: Array, full: bool) -> None:
-    """Raise ValueError when features, expectation and chains do not go together."""
-    _, num_chains, num_features = features.shape
-    dim = values.shape[-1]
-    if mean.shape != (num_features,):
-        raise ValueError(
-            f"the expectation has {mean.size} entries but there are {num_features} "
-            "features: give E_Q of the same function"
-        )
-    if not full and num_features != dim:
-        raise ValueError(
-            f"the diagonal regression pairs each of {dim} statistics with one feature, "
-            f"but there are {num_features}: use full=True"
-        )
-    if num_chains < 2 * NUM_GROUPS:
-        raise ValueError(
-            f"{num_chains} chains are too few to fit coefficients on some and use them "
-            f"on others: use at least {2 * NUM_GROUPS}"
-        )
-    if not jnp.isfinite(features).all() or not jnp.isfinite(mean).all():
-        raise ValueError("a feature or its expectation is not finite")
+def diagonal_beta(gram: ArrayLike, cross: ArrayLike) -> np.ndarray:
+    """The slope of each statistic on its own feature, from variance and covariance.
 
-
-def solve_beta(gram: np.ndarray, cross: np.ndarray, ridge: float = 1e-6) -> np.ndarray:
-    """Least squares coefficients (features, dim) from covariances.
-
-    With vectors for ``gram`` and ``cross`` the regression is diagonal. Features that do
-    not vary get the coefficient zero.
+    A feature that does not vary gets the coefficient zero.
 
     Examples
     --------
-    >>> solve_beta(np.diag([2.0, 0.0]), np.array([[1.0], [0.0]])).round(3).tolist()
+    >>> diagonal_beta(np.array([2.0, 0.0]), np.array([1.0, 0.0])).tolist()
+    [0.5, 0.0]
+    """
+    gram = np.asarray(gram, np.float64)
+    return np.asarray(cross, np.float64) / np.where(gram > 0, gram, np.inf)
+
+
+def pair_beta(
+    covariance: np.ndarray, f: list[int], g: list[int], noise: ArrayLike = 0.0
+) -> np.ndarray:
+    """The slope of each statistic on its control, over all pairs of chains: (dim,).
+
+    ``f`` and ``g`` are rows of ``PairProducts``. ``noise`` counts as variance of the
+    control: that of its known mean, times the draws to come.
+    """
+    gram = sum(covariance[j, j] for j in g)
+    cross = sum(covariance[i, j] for i, j in zip(f, g, strict=True))
+    return diagonal_beta(gram + len(g) * np.asarray(noise), cross)
+
+
+def residual_variance(
+    covariance: np.ndarray, f: list[int], g: list[int]
+) -> Float[np.ndarray, "..."]:
+    """Var Z / Var f: the part of the variance that a scheme leaves.
+
+    ``covariance`` has shape (rows, rows, ...); ``f`` and ``g`` are the scheme's rows.
+
+    Examples
+    --------
+    >>> pair = np.array([[1.0, 0.8], [0.8, 1.0]])[..., None]
+    >>> residual_variance(pair, [0], [1]).round(2), residual_variance(-pair, [0, 1], [])
+    (array([0.36]), array([0.9]))
+    """
+    own = sum(covariance[i, i] for i in f)
+    weights = {i: np.ones_like(own) for i in f}
+    if g:
+        beta = pair_beta(covariance, f, g)
+        weights |= {j: -beta for j in g}
+    total = sum(
+        a * b * covariance[i, j] for i, a in weights.items() for j, b in weights.items()
+    )
+    return np.maximum(total / (len(f) * own), 1e-6)
+
+
+class Fitted(NamedTuple):
+    """Coefficients, and what they leave.
+
+    Parameters
+    ----------
+    beta
+        One for each statistic, or (features, dim).
+    variance
+        Of Z, in a step of one chain, correlations between steps included: that of the
+        averages of chains on which the coefficients were not fitted.
+    mean
+        A first estimate of E f.
+    size
+        Of the numbers that are added up; their rounding is not averaged out.
+
+    Examples
+    --------
+    >>> fitted = Fitted(np.ones(2), np.ones(2), np.zeros(2), np.ones(2))
+    >>> fitted.beta.tolist()
+    [1.0, 1.0]
+    """
+
+    beta: Float[np.ndarray, "*features dim"]
+    variance: Float[np.ndarray, " dim"]
+    mean: Float[np.ndarray, " dim"]
+    size: Float[np.ndarray, " dim"]
+
+
+def halves(num_chains: int) -> tuple[np.ndarray, np.ndarray]:
+    """Every second chain, and the others, as masks."""
+    even = np.arange(num_chains) % 2 == 0
+    return even, ~even
+
+
+def spread(averages: np.ndarray) -> np.ndarray:
+    """Variance of averages of chains; infinite when they are too few to tell."""
+    few = len(averages) < 2
+    return np.full(averages.shape[1], np.inf) if few else averages.var(0, ddof=1)
+
+
+def fit_pair(
+    sums: PairProducts,
+    f: list[int],
+    g: list[int],
+    known: Expectation | None = None,
+    draws: float = 0.0,
+) -> Fitted:
+    """Fit diagonal coefficients for the rows ``f`` and ``g`` of a scheme.
+
+    ``known`` is the mean of the statistic under Q, for a scheme with a control. It is
+    used for so many ``draws``: the poorer it is known, the less it is leaned on.
+    """
+    rows, dim = sums.chain_means(), sums.first.value.shape[-1]
+    even, odd = halves(rows.shape[1])
+    noise = draws * np.diagonal(known.covariance) if known else 0.0
+
+    def beta(weights: Any = None) -> np.ndarray:
+        if not g:
+            return np.zeros(dim)
+        return pair_beta(sums.covariance(weights), f, g, noise)
+
+    def average(beta: np.ndarray) -> np.ndarray:
+        excess = rows[g].mean(0) - known.mean if known and g else 0.0
+        return rows[f].mean(0) - beta * excess
+
+    rest = [average(beta(even))[odd], average(beta(odd))[even]]
+    variance = np.mean([spread(part) for part in rest], axis=0)
+    found = average(beta()).mean(0)
+    size = np.sqrt(np.einsum("iid->id", sums.covariance()) + rows.mean(1) ** 2)
+    control = np.abs(beta()) * size[g].mean(0) if g else 0.0
+    steps = float(sums.steps.value)
+    return Fitted(beta(), steps * variance, found, size[0] + control)
+
+
+class FeatureProducts(NamedTuple):
+    """Sums for a regression of every statistic on all features.
+
+    Features and statistics are averaged over the pair of chains, if there is one. Sums
+    of products are those of every second chain, and of the others.
+    """
+
+    center: Any  # (dim,): what is subtracted from f first; one for each block
+    steps: Total  # ()
+    total: Total  # (chains, features + dim): features, less their known mean, and f
+    gram: Total  # (2, features, features)
+    cross: Total  # (2, features, dim)
+    square: Total  # (features + dim,): squares at each of a pair, averaged over chains
+
+
+def fold_feature_products(
+    statistic: Callable,
+    observe: Callable[[Any], Array],
+    mean: ArrayLike,
+    states: Any,
+) -> tuple[Any, Callable]:
+    """What to give ``coupling.run`` as ``fold``, to learn coefficients of all features.
+
+    ``observe`` and ``mean`` are as in ``control_series``.
+
+    Examples
+    --------
+    >>> from swindles.coupling import hmc, run, start
+    >>> algorithm = control(hmc(0.5, 3), lambda z: -jnp.sum(jnp.cosh(z)))
+    >>> states = start(algorithm, jnp.ones((32, 2)))
+    >>> observe = partial(control_values, lambda z: jnp.append(z, z**2))
+    >>> mean = np.array([0, 0, 1, 1])
+    >>> fold = fold_feature_products(jnp.square, observe, mean, states)
+    >>> _, sums = run(jax.random.key(0), algorithm, states, 100, fold)
+    >>> fit_features(sums, [4]).beta.shape
+    (4, 2)
+    """
+    center = check_statistic(statistic, states)
+    known = jnp.asarray(mean, center.dtype)
+    check_features(observe(states), known)
+
+    def products(states: Any) -> tuple:
+        raw, values = observe(states), pair_values(statistic, states)
+        g, f = raw.mean(0) - known, values.mean(0) - center
+        halves = [(g[i::2], f[i::2]) for i in (0, 1)]
+        multiply = partial(jnp.matmul, precision="highest")
+        return (
+            jnp.ones(()),
+            jnp.concatenate([g, f], 1),
+            jnp.stack([multiply(a.T, a) for a, _ in halves]),
+            jnp.stack([multiply(a.T, b) for a, b in halves]),
+            jnp.append((raw**2).mean((0, 1)), (values**2).mean((0, 1))),
+        )
+
+    def update(sums: FeatureProducts, states: Any, infos: Any) -> FeatureProducts:
+        pairs = zip(sums[1:], products(states), strict=True)
+        return FeatureProducts(center, *(Total(old.value + new) for old, new in pairs))
+
+    shapes = jax.eval_shape(products, states)
+    zeros = jax.tree.map(lambda x: Total(jnp.zeros(x.shape, x.dtype)), shapes)
+    return FeatureProducts(center, *zeros), update
+
+
+def full_beta(gram: ArrayLike, cross: ArrayLike, ridge: float = 1e-6) -> np.ndarray:
+    """The slopes of every statistic on all features, from covariances.
+
+    ``gram`` has shape (features, features), ``cross`` and the slopes (features, dim).
+    ``ridge`` is added to the variance of every standardised feature. A feature that
+    does not vary gets the coefficient zero.
+
+    Examples
+    --------
+    >>> full_beta(np.diag([2.0, 0.0]), np.array([[1.0], [0.0]])).round(3).tolist()
     [[0.5], [0.0]]
     """
-    if gram.ndim == 1:
-        varies = gram > 0
-        return np.diag(np.where(varies, cross / np.where(varies, gram, 1), 0))
+    gram, cross = np.asarray(gram, np.float64), np.asarray(cross, np.float64)
     scale = np.sqrt(np.diagonal(gram))
     scale = np.where(scale > 0, scale, np.inf)
     standard = gram / np.outer(scale, scale) + ridge * np.eye(len(gram))
     return np.linalg.solve(standard, cross / scale[:, None]) / scale[:, None]
 
 
-def covariances(
-    sums: ControlSums, diagonal: bool, groups: list[int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Covariances of features with features and with f, over some groups of chains."""
-    number, *means = sums.total.value[groups].sum(0)
-    f, g = np.split(np.array(means) / number, [sums.pairs.plus.total.shape[-1]])
-    gram, cross = (t.value[groups].sum(0) / number for t in (sums.gram, sums.cross))
-    if gram.ndim == 1:
-        return gram - g * g, cross - g * f
-    gram, cross = gram - np.outer(g, g), cross - np.outer(g, f)
-    return (np.diagonal(gram), np.diagonal(cross)) if diagonal else (gram, cross)
-
-
-Beta = Literal["full", "diagonal"] | np.ndarray
-
-
-def fit_groups(sums: ControlSums, beta: Beta) -> np.ndarray:
-    """Coefficients to use on each group of chains: (groups, features, dim).
-
-    A group's coefficients are fitted on the other groups, or given as an array.
-    """
-    if not isinstance(beta, str):
-        shape = (sums.feature.total.shape[-1], sums.pairs.plus.total.shape[-1])
-        return np.broadcast_to(np.asarray(beta, np.float64), (NUM_GROUPS, *shape))
-    if beta not in ("full", "diagonal") or (
-        beta == "full" and sums.gram.value.ndim == 2
-    ):
+def check_features(features: Array, mean: Array | np.ndarray) -> None:
+    """Raise ValueError when features, their means and the chains do not go together."""
+    _, num_chains, number = features.shape
+    if mean.shape != (number,):
         raise ValueError(
-            f'beta={beta!r}: say "diagonal", "full" (after a fold with full=True), or '
-            "give an array of shape (features, dim)"
+            f"the expectation has {mean.size} entries but there are {number} features: "
+            "give E_Q of the same function"
         )
-    everyone = range(NUM_GROUPS)
-    others = [[k for k in everyone if k != group] for group in everyone]
-    fits = [solve_beta(*covariances(sums, beta == "diagonal", k)) for k in others]
-    return np.stack(fits)
+    if num_chains < 8:
+        raise ValueError(
+            f"{num_chains} chains are too few to fit coefficients on some and try them "
+            "on others: use at least 8"
+        )
+    if not jnp.isfinite(features).all() or not jnp.isfinite(mean).all():
+        raise ValueError("a feature or its expectation is not finite")
 
 
-def control_correlation(sums: ControlSums, beta: np.ndarray) -> np.ndarray:
-    """Correlation of f(X) with its prediction from g(Y): sqrt(1 - Var Z / Var f)."""
-    gram, cross = covariances(sums, False, list(range(NUM_GROUPS)))
-    if gram.ndim == 1:
-        slope = np.diagonal(beta)
-        removed = 2 * slope * cross - slope**2 * gram
-    else:
-        removed = 2 * (beta * cross).sum(0) - (beta * (gram @ beta)).sum(0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.sqrt(np.clip(removed / target_variance(sums.pairs.plus), 0, 1))
+PENALTIES = (1e-1, 1e-3, 1e-5, 1e-7)
 
 
-def estimate_controls(
-    sums: ControlSums,
-    expectation: Expectation,
-    beta: Literal["full", "diagonal"] | Float[np.ndarray, "features dim"] = "diagonal",
-) -> Result:
-    """The estimate of a run with a control chain from its running sums.
+def constant_features(sums: FeatureProducts, eps: float) -> np.ndarray:
+    """Which features vary by no more than their rounding: (features,)."""
+    steps = sums.steps.value
+    chains, number = sums.total.value.shape[0], sums.gram.value.shape[-1]
+    size = np.sqrt(sums.square.value[:number] / steps)
+    draws = steps * chains
+    mean = sums.total.value[:, :number].sum(0) / draws
+    variance = np.einsum("hkk->k", sums.gram.value) / draws - mean**2
+    return np.sqrt(np.maximum(variance, 0)) <= 100 * eps * size
 
-    Parameters
-    ----------
-    beta
-        "diagonal" regresses each f_j on its own feature g_j, "full" on all features; an
-        array is used as it is.
+
+def feature_covariances(
+    sums: FeatureProducts, use: np.ndarray, groups: list[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Covariances of features, and with the statistics, over some halves of chains."""
+    chains, number = sums.total.value.shape[0], sums.gram.value.shape[-1]
+    some = np.isin(np.arange(chains) % 2, groups)
+    draws = float(sums.steps.value) * some.sum()
+    g, f = np.split(sums.total.value[some].sum(0) / draws, [number])
+    gram = sums.gram.value[groups].sum(0) / draws - np.outer(g, g)
+    cross = sums.cross.value[groups].sum(0) / draws - np.outer(g, f)
+    return np.where(use[:, None] & use, gram, 0), np.where(use[:, None], cross, 0)
+
+
+class CrossFit:
+    """Fits coefficients on half of the chains, and tries them on the other half."""
+
+    def __init__(self, sums: FeatureProducts, noise: np.ndarray, eps: float) -> None:
+        """Prepare covariances of the first half, the second, and all chains."""
+        self.sums, self.steps = sums, float(sums.steps.value)
+        number = sums.gram.value.shape[-1]
+        self.features, self.values = np.split(
+            sums.total.value / self.steps, [number], axis=1
+        )
+        use = ~constant_features(sums, eps)
+        groups = [0], [1], [0, 1]
+        self.tables = [feature_covariances(sums, use, group) for group in groups]
+        self.noise = np.broadcast_to(noise, (number, number))
+
+    def fit(self, table: int, width: int, penalty: float) -> np.ndarray:
+        """Coefficients of the first ``width`` features: (width, dim)."""
+        gram, cross = self.tables[table]
+        gram = (gram + self.noise)[:width, :width]
+        return full_beta(gram, cross[:width], penalty)
+
+    def residual(self, width: int, penalty: float) -> np.ndarray:
+        """Variance of averages of chains that nothing was fitted on: (dim,)."""
+        even, odd = halves(len(self.values))
+        rest = [
+            self.values[some]
+            - self.features[some, :width] @ self.fit(i, width, penalty)
+            for i, some in enumerate((odd, even))
+        ]
+        return np.mean([part.var(0, ddof=1) for part in rest], axis=0)
+
+    def mean(self, beta: np.ndarray) -> np.ndarray:
+        """The estimate with these coefficients: (dim,)."""
+        center = np.asarray(self.sums.center, np.float64)
+        rest = self.values - self.features[:, : len(beta)] @ beta
+        return center.reshape(-1, rest.shape[1])[0] + rest.mean(0)
+
+    def size(self, beta: np.ndarray) -> np.ndarray:
+        """How large the numbers are that are added up: (dim,)."""
+        root = np.sqrt(self.sums.square.value / self.steps)
+        own = root[self.features.shape[1] :]
+        return own + root[: len(beta)] @ np.abs(beta)
+
+
+def fit_features(
+    sums: FeatureProducts,
+    widths: list[int],
+    noise: ArrayLike = 0.0,
+    eps: float = 1.2e-7,
+) -> Fitted:
+    """Fit coefficients of the first so and so many features: the best of ``widths``.
+
+    How many features, and which penalty, is decided for each statistic by what they
+    leave of the averages of chains that they were not fitted on. ``noise`` counts as
+    covariance of the features: that of their known mean, times the draws to come.
 
     Examples
     --------
-    With Q = P the control chain knows the whole error:
-
     >>> from swindles.coupling import hmc, run, start
     >>> algorithm = control(hmc(0.5, 3), standard_normal)
     >>> states = start(algorithm, jax.random.normal(jax.random.key(0), (32, 2)))
-    >>> known = exact(np.ones(2))
-    >>> fold = fold_controls(jnp.square, states, known)
+    >>> observe = partial(control_values, jnp.square)
+    >>> fold = fold_feature_products(jnp.square, observe, np.ones(2), states)
     >>> _, sums = run(jax.random.key(1), algorithm, states, 100, fold)
-    >>> estimate_controls(sums, known, np.eye(2)).estimate.mean.round(5).tolist()
-    [1.0, 1.0]
+    >>> bool(np.allclose(fit_features(sums, [2]).beta, np.eye(2), atol=1e-3))  # Q = P
+    True
     """
-    betas = fit_groups(sums, beta)
-    means = block_means(sums.pairs.average)
-    excess = block_means(sums.feature) - np.asarray(expectation.mean)
-    groups = zip(betas, pairwise(group_edges(means.shape[1])), strict=True)
-    means = np.concatenate(
-        [means[:, i:j] - excess[:, i:j] @ beta for beta, (i, j) in groups], axis=1
+    trial = CrossFit(sums, np.asarray(noise), eps)
+    tried = [(0, 1.0), *product([w for w in widths if w], PENALTIES)]
+    variances = np.stack([trial.residual(*each) for each in tried])
+    best = variances.argmin(0)
+    beta = np.zeros((max(tried[i][0] for i in best), best.size))
+    for i in np.unique(best):
+        chosen = trial.fit(2, *tried[i])
+        beta[: len(chosen), best == i] = chosen[:, best == i]
+    return Fitted(
+        beta, trial.steps * variances.min(0), trial.mean(beta), trial.size(beta)
     )
-    average = betas.mean(0)
-    shared = (average * (expectation.covariance @ average)).sum(0)
-    rates = sums.pairs.rates.means()
-    rho = {"control": control_correlation(sums, average)}
-    if "minus" in rates["acceptance"]:
-        rho["minus"] = antithetic_correlation(sums.pairs.plus, sums.pairs.average)
-    return Result(summarize(sums.pairs.plus, means, shared), rho, rates, average)
+
+
+def shared_variance(
+    expectation: Expectation, beta: ArrayLike
+) -> Float[np.ndarray, " dim"]:
+    """Variance that the error of a known mean gives to Z: (dim,).
+
+    Examples
+    --------
+    >>> known = Expectation(np.zeros(2), np.eye(2), num_draws=100)
+    >>> shared_variance(known, np.array([1.0, 2.0])).tolist()
+    [1.0, 4.0]
+    """
+    beta = np.asarray(beta, np.float64)
+    if beta.ndim == 1:
+        return beta**2 * np.diagonal(expectation.covariance)
+    covariance = expectation.covariance[: len(beta), : len(beta)]
+    return (beta * (covariance @ beta)).sum(0)
 
 
 def worthwhile_draws(
@@ -419,20 +739,21 @@ def worthwhile_draws(
 
     Examples
     --------
-    >>> from swindles.coupling import hmc, run, start
-    >>> algorithm = control(hmc(0.5, 3), lambda z: -0.6 * jnp.sum(z**2))
-    >>> states = start(algorithm, jax.random.normal(jax.random.key(0), (32, 2)))
+    >>> from swindles.models import Model, make_problem
+    >>> from swindles.schemes import swindle
+    >>> from swindles.coupling import hmc
+    >>> model = Model(lambda z: -0.6 * jnp.sum(z**2), jnp.zeros(2))
+    >>> problem, key = make_problem(model, jnp.square), jax.random.key(0)
     >>> known = draw_expectation(jax.random.key(1), jnp.square, jnp.zeros(2), 2000)
-    >>> fold = fold_controls(jnp.square, states, known)
-    >>> _, sums = run(jax.random.key(2), algorithm, states, 100, fold)
-    >>> draws = worthwhile_draws(estimate_controls(sums, known), known, cost_ratio=10)
+    >>> result = swindle(key, "control", hmc(0.5, 3), problem, 32, 100, 50, known)
+    >>> draws = worthwhile_draws(result, known, cost_ratio=10)
     >>> bool(draws.min() > 2000)  # more draws would have paid
     True
     """
     if expectation.num_draws == 0 or result.beta is None:
         raise ValueError("an exact expectation needs no draws")
     estimate, beta = result.estimate, result.beta
-    shared = np.einsum("kd,kl,ld->d", beta, expectation.covariance, beta)
+    shared = shared_variance(expectation, beta)
     per_draw = shared * expectation.num_draws
     from_chains = np.maximum(estimate.mcse**2 - shared, 0)
     # a / N is `from_chains`, so n = N sqrt(b r / a) = sqrt(N b r / from_chains).

@@ -3,8 +3,9 @@
 Mirrored from book/coupling.md: edit there, then run `make mirror`.
 """
 
+from collections import namedtuple
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -29,8 +30,8 @@ Sampler = Callable[[LogDensity], SamplingAlgorithm]
 def couple(**algorithms: SamplingAlgorithm) -> SamplingAlgorithm:
     """Several sampling algorithms driven by one key, as one sampling algorithm.
 
-    Its states and infos are dictionaries under the names given here. ``init`` starts
-    all chains at one position.
+    Its states and infos are NamedTuples with the names given here as fields. ``init``
+    starts all chains at one position.
 
     Examples
     --------
@@ -38,19 +39,43 @@ def couple(**algorithms: SamplingAlgorithm) -> SamplingAlgorithm:
     >>> algorithm = couple(one=sampler(jnp.sin), other=sampler(jnp.cos))
     >>> state = algorithm.init(jnp.array(1.0))
     >>> state, info = algorithm.step(jax.random.key(0), state)
-    >>> sorted(state)
-    ['one', 'other']
+    >>> bool(state.one.position == state.other.position), info._fields
+    (False, ('one', 'other'))
     """
+    chains = coupled(*algorithms)
 
-    def init(position: Any, rng_key: Any = None) -> dict[str, Any]:
-        return {name: a.init(position, rng_key) for name, a in algorithms.items()}
+    def init(position: Any, rng_key: Any = None) -> Any:
+        return chains(*(a.init(position, rng_key) for a in algorithms.values()))
 
-    def step(rng_key: Any, states: dict) -> tuple[dict[str, Any], dict[str, Any]]:
-        moved = {name: a.step(rng_key, states[name]) for name, a in algorithms.items()}
-        states = {name: state for name, (state, _) in moved.items()}
-        return states, {name: info for name, (_, info) in moved.items()}
+    def step(rng_key: Any, state: Any) -> tuple[Any, Any]:
+        each = zip(algorithms.values(), state, strict=True)
+        moved = [algorithm.step(rng_key, mine) for algorithm, mine in each]
+        states, infos = zip(*moved, strict=True)
+        return chains(*states), chains(*infos)
 
     return SamplingAlgorithm(init, step)
+
+
+def rebuild_coupled(names: tuple[str, ...], values: tuple) -> Any:
+    """Coupled chains from the names and the values: how they are unpickled."""
+    return coupled(*names)(*values)
+
+
+@cache
+def coupled(*names: str) -> Any:
+    """A NamedTuple with a field for each of several coupled chains.
+
+    Examples
+    --------
+    >>> coupled("plus", "minus")(plus=1, minus=2)
+    Coupled(plus=1, minus=2)
+    """
+
+    def reduce(self: Any) -> tuple:
+        return rebuild_coupled, (names, tuple(self))
+
+    body = {"__reduce__": reduce, "__slots__": ()}
+    return type("Coupled", (namedtuple("Coupled", names),), body)
 
 
 def require_positive(**numbers: float) -> None:
@@ -138,10 +163,28 @@ def random_walk(step_size: float) -> Sampler:
     return lambda logdensity: blackjax.additive_step_random_walk(logdensity, move)
 
 
-@partial(jax.jit, static_argnames=("init",))
-def init_all(positions: Any, keys: Any, init: Callable) -> Any:
-    """The states of all chains, compiled once for each algorithm and shape."""
-    return jax.vmap(init)(positions, keys)
+def compiled(owner: Callable, name: Any, make: Callable[[], Callable]) -> Callable:
+    """What ``make()`` returns, kept by the function ``owner`` under a name.
+
+    A program that is compiled for a sampler is kept as long as the sampler, and no
+    longer.
+
+    Examples
+    --------
+    >>> def owner():
+    ...     pass
+    >>> one = compiled(owner, "sine", lambda: jax.jit(jnp.sin))
+    >>> one is compiled(owner, "sine", lambda: jax.jit(jnp.sin))
+    True
+    """
+    attributes = getattr(owner, "__dict__", {})
+    kept_by, programs = attributes.get("_swindles_compiled", (None, {}))
+    if kept_by is not owner:  # wrappers copy the attributes of what they wrap
+        programs = {}
+        attributes["_swindles_compiled"] = owner, programs
+    if name not in programs:
+        programs[name] = make()
+    return programs[name]
 
 
 def start(algorithm: SamplingAlgorithm, positions: Any, key: Any = None) -> Any:
@@ -152,7 +195,7 @@ def start(algorithm: SamplingAlgorithm, positions: Any, key: Any = None) -> Any:
     Examples
     --------
     >>> algorithm = couple(plus=hmc(0.3, 5)(lambda x: -0.5 * jnp.sum(x**2)))
-    >>> start(algorithm, jnp.zeros((4, 2)))["plus"].position.shape
+    >>> start(algorithm, jnp.zeros((4, 2))).plus.position.shape
     (4, 2)
     """
     sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(positions)}
@@ -162,7 +205,8 @@ def start(algorithm: SamplingAlgorithm, positions: Any, key: Any = None) -> Any:
             f"leaf; got leading sizes {sorted(sizes)}"
         )
     keys = None if key is None else jax.random.split(key, sizes.pop()[0])
-    states = init_all(positions, keys, algorithm.init)
+    init = compiled(algorithm.init, "all", lambda: jax.jit(jax.vmap(algorithm.init)))
+    states = init(positions, keys)
     for path, leaf in jax.tree_util.tree_leaves_with_path(states):
         if jnp.issubdtype(leaf.dtype, jnp.floating) and not jnp.isfinite(leaf).all():
             bad = int((~jnp.isfinite(leaf)).reshape(len(leaf), -1).any(1).sum())
@@ -178,12 +222,7 @@ def step_keys(key: Array, step: ArrayLike, num_chains: int) -> Array:
     return jax.random.split(jax.random.fold_in(key, step), num_chains)
 
 
-@partial(
-    jax.jit,
-    static_argnames=("step", "update", "store"),
-    donate_argnames=("carry",),
-)
-def advance(
+def take_steps(
     key: Array,
     states: Any,
     carry: Any,
@@ -191,7 +230,7 @@ def advance(
     last: int,
     step: Callable,
     update: Callable,
-    store: bool,
+    store: bool = False,
 ) -> tuple[Any, Any]:
     """Take the steps from ``first`` up to ``last`` with all chains."""
     num_chains = len(jax.tree.leaves(states)[0])
@@ -207,7 +246,21 @@ def advance(
     return jax.lax.fori_loop(first, last, body, (states, carry))
 
 
-def blocks(num_steps: int, num_blocks: int, progress: bool) -> Iterator[tuple]:
+def block_program(
+    algorithm: SamplingAlgorithm, update: Callable, store: bool = False
+) -> Callable:
+    """``take_steps`` for an algorithm and an update, compiled once."""
+
+    # No ``partial``: JAX remembers its signature, and with it the step, for ever.
+    def program(key: Array, states: Any, carry: Any, first: int, last: int) -> Any:
+        fixed = algorithm.step, update, store
+        return take_steps(key, states, carry, first, last, *fixed)
+
+    name = update, store
+    return compiled(algorithm.step, name, lambda: jax.jit(program, donate_argnums=2))
+
+
+def block_edges(num_steps: int, num_blocks: int, progress: bool) -> Iterator[tuple]:
     """First and last step of every block, moving a progress bar along."""
     edges = np.linspace(0, num_steps, min(num_blocks, num_steps) + 1).astype(int)
     hidden = {} if progress else {"disable": True}
@@ -215,6 +268,34 @@ def blocks(num_steps: int, num_blocks: int, progress: bool) -> Iterator[tuple]:
         for first, last in pairwise(edges.tolist()):
             yield first, last
             bar.update(last - first)
+
+
+class Run(NamedTuple):
+    """Chains that have taken some steps, and what was summed on the way.
+
+    Parameters
+    ----------
+    states
+        Of all chains, now.
+    rows
+        The sums of each block, along a new first axis. A ``Total`` has no such axis.
+    steps
+        Taken so far. They number the random numbers, so a run that goes on is the run
+        that never stopped.
+
+    Examples
+    --------
+    >>> algorithm = couple(plus=hmc(0.3, 5)(lambda x: -0.5 * jnp.sum(x**2)))
+    >>> count = jnp.zeros(()), lambda sums, *_: sums + 1
+    >>> begun = begin_run(start(algorithm, jnp.zeros((4, 2))), count[0])
+    >>> later = add_block(jax.random.key(0), begun, algorithm, count, 5)
+    >>> later.steps, add_block(jax.random.key(0), later, algorithm, count, 3).rows
+    (5, array([5., 3.], dtype=float32))
+    """
+
+    states: Any
+    rows: Any
+    steps: int
 
 
 class Total(NamedTuple):
@@ -243,27 +324,41 @@ def is_total(node: Any) -> bool:
     return isinstance(node, Total)
 
 
-def room(zero: Any, num_blocks: int) -> Any:
-    """Where to gather the sums of all blocks."""
+def begin_run(states: Any, zero: Any) -> Run:
+    """A run before its first block."""
 
     def empty(x: Any) -> Any:
         if is_total(x):
-            return Total(np.zeros(x.value.shape, np.float64))
-        return np.empty((num_blocks, *x.shape), x.dtype)
+            return Total(np.zeros(np.shape(x.value), np.float64))
+        return np.empty((0, *np.shape(x)), x.dtype)
 
-    return jax.tree.map(empty, zero, is_leaf=is_total)
+    return Run(states, jax.tree.map(empty, zero, is_leaf=is_total), 0)
 
 
-def gather(kept: Any, sums: Any, row: int) -> None:
-    """Put the sums of one block into their row, and add up those in a ``Total``."""
+def append_row(rows: Any, sums: Any) -> Any:
+    """The rows with those of one more block; in a ``Total`` they are added."""
 
-    def put(rows: Any, new: Any) -> None:
-        if is_total(rows):
-            np.add(rows.value, new.value, out=rows.value)
-        else:
-            rows[row] = new
+    def put(old: Any, new: Any) -> Any:
+        if is_total(old):
+            return Total(old.value + np.asarray(new.value, np.float64))
+        return np.concatenate([old, np.asarray(new)[None]])
 
-    jax.tree.map(put, kept, sums, is_leaf=is_total)
+    return jax.tree.map(put, rows, sums, is_leaf=is_total)
+
+
+def add_block(
+    key: Key[Array, ""],
+    run: Run,
+    algorithm: SamplingAlgorithm,
+    fold: tuple[Any, Callable],
+    num_steps: int,
+) -> Run:
+    """The run with one more block of steps. ``fold`` is as in ``run``."""
+    zero, update = fold
+    program = block_program(algorithm, update)
+    first, last = run.steps, run.steps + num_steps
+    states, sums = program(key, run.states, jax.tree.map(jnp.array, zero), first, last)
+    return Run(states, append_row(run.rows, sums), last)
 
 
 def keep_nothing(sums: Any, states: Any, infos: Any) -> Any:
@@ -308,20 +403,15 @@ def run(
     [5.0, 5.0]
     """
     require_positive(num_steps=num_steps, num_blocks=num_blocks)
-    zero, update = fold
-    kept = room(zero, min(num_blocks, num_steps))
-    for row, (first, last) in enumerate(blocks(num_steps, num_blocks, progress)):
-        sums = jax.tree.map(jnp.array, zero)
-        states, sums = advance(
-            key, states, sums, first, last, algorithm.step, update, store=False
-        )
-        gather(kept, sums, row)
-    return states, kept
+    now = begin_run(states, fold[0])
+    for first, last in block_edges(num_steps, num_blocks, progress):
+        now = add_block(key, now, algorithm, fold, last - first)
+    return now.states, now.rows
 
 
-def positions(states: dict[str, Any], infos: Any = None) -> dict[str, Any]:
+def positions(states: Any, infos: Any = None) -> Any:
     """Where each coupled chain is: the observer that ``record`` uses by default."""
-    return {name: state.position for name, state in states.items()}
+    return type(states)(*(state.position for state in states))
 
 
 def record(
@@ -342,57 +432,69 @@ def record(
     >>> algorithm = couple(plus=hmc(0.3, 5)(lambda x: -0.5 * jnp.sum(x**2)))
     >>> states = start(algorithm, jnp.zeros((4, 2)))
     >>> states, trace = record(jax.random.key(0), algorithm, states, 10)
-    >>> trace["plus"].shape
+    >>> trace.plus.shape
     (10, 4, 2)
     """
     require_positive(num_steps=num_steps)
     keys = step_keys(key, 0, len(jax.tree.leaves(states)[0]))
     row = jax.eval_shape(lambda s: observe(*jax.vmap(algorithm.step)(keys, s)), states)
     rows = jax.tree.map(lambda x: jnp.zeros((num_steps, *x.shape), x.dtype), row)
-    for first, last in blocks(num_steps, 20, progress):
-        states, rows = advance(
-            key, states, rows, first, last, algorithm.step, observe, store=True
-        )
+    program = block_program(algorithm, observe, store=True)
+    for first, last in block_edges(num_steps, 20, progress):
+        states, rows = program(key, states, rows, first, last)
     return states, jax.device_get(rows)
 
 
 class Rates(NamedTuple):
-    """Sums over steps of two rates, each a mean over chains, by the chain's name."""
+    """How often coupled chains accept, and how often they disagree.
 
-    steps: Array
-    acceptance: dict[str, Array]  # mean acceptance probability
-    decoupling: dict[str, Array]  # fraction of decisions unlike those of "plus"
+    Each is a sum over steps, by the chain's name, of shape (chains,).
+    """
+
+    steps: Any  # ()
+    acceptance: dict[str, Any]  # acceptance probabilities
+    accepted: dict[str, Any]  # proposals accepted
+    decoupled: dict[str, Any]  # decisions unlike those of "plus"
+    divergent: Any  # (chains,): steps at which a trajectory diverged
 
     def means(self) -> dict[str, dict[str, float]]:
-        """The rates over all steps (and blocks), as plain numbers."""
+        """Acceptance and decoupling over all steps, as plain numbers."""
         steps = np.sum(self.steps)
+        found = {"acceptance": self.acceptance, "decoupling": self.decoupled}
         return {
-            field: {name: float(np.sum(x) / steps) for name, x in sums.items()}
-            for field, sums in zip(self._fields[1:], self[1:], strict=True)
+            rate: {
+                name: float(np.sum(total) / steps / np.shape(total)[-1])
+                for name, total in by_chain.items()
+            }
+            for rate, by_chain in found.items()
         }
 
 
-def empty_rates(states: dict[str, Any]) -> Rates:
+def empty_rates(states: Any) -> Rates:
     """Rates over no steps yet, for these coupled chains."""
-    zero = {name: jnp.zeros(()) for name in states}
-    others = {name: jnp.zeros(()) for name in states if name != "plus"}
-    return Rates(jnp.zeros(()), zero, others)
+    none = jnp.zeros(len(jax.tree.leaves(states)[0]))
+    every = {name: none for name in states._fields}
+    others = {name: none for name in states._fields if name != "plus"}
+    return Rates(jnp.zeros(()), every, every, others, none)
 
 
-def add_rates(rates: Rates, infos: dict[str, Any]) -> Rates:
+def add_rates(rates: Rates, infos: Any) -> Rates:
     """Add one step of all chains. A sampler that never rejects counts as accepting."""
-
-    def rate(name: str) -> Array:
-        return jnp.mean(getattr(infos[name], "acceptance_rate", 1.0))
-
-    def differs(name: str) -> Array:
-        mine, plus = (
-            getattr(infos[n], "is_accepted", jnp.array(True)) for n in (name, "plus")
-        )
-        return jnp.mean(mine != plus, dtype=float)
-
+    by_chain, none = infos._asdict(), jnp.zeros_like(rates.divergent)
+    accepted = {
+        name: getattr(info, "is_accepted", none == 0) for name, info in by_chain.items()
+    }
+    probability = {
+        name: getattr(info, "acceptance_rate", 1 + none)
+        for name, info in by_chain.items()
+    }
+    apart = {name: accepted[name] != accepted["plus"] for name in rates.decoupled}
+    astray = [getattr(info, "is_divergent", none != 0) for info in by_chain.values()]
     return Rates(
         rates.steps + 1,
-        {name: total + rate(name) for name, total in rates.acceptance.items()},
-        {name: total + differs(name) for name, total in rates.decoupling.items()},
+        *jax.tree.map(
+            jnp.add,
+            (rates.acceptance, rates.accepted, rates.decoupled, rates.divergent),
+            (probability, accepted, apart, jnp.stack(astray).any(0)),
+        ),
     )

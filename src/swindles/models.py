@@ -12,31 +12,66 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
+from jaxtyping import Float
+
+from swindles.transport import Transport, pull_back
 
 
 class Model(NamedTuple):
     """A posterior, as ``estimate`` wants it.
 
+    Parameters
+    ----------
+    logdensity
+        From an unconstrained position to its log density, up to a constant.
+        Log-determinants of transformations are accounted for.
+    position
+        Where to start: any pytree of numbers.
+    constrain
+        From the position to the values that statistics see; by default the position.
+    name
+        What to call it in a table or a figure.
+    held_out
+        From the position to the log likelihood of each held-out observation;
+        ``None`` where nothing is held out.
+    truth
+        Exact expectations, where they are known.
+
     Examples
     --------
     >>> model = Model(lambda x: -x["height"] ** 2 / 2, {"height": 0.0})
-    >>> model.constrain({"height": 1.0})
-    {'height': 1.0}
+    >>> model.constrain({"height": 1.0}), model.dim
+    ({'height': 1.0}, 1)
     """
 
-    logdensity: Callable[[Any], Array]  # of an unconstrained position, any pytree
-    position: Any  # where to start
-    constrain: Callable[[Any], Any] = lambda position: position  # what statistics see
+    logdensity: Callable[[Any], Array]
+    position: Any
+    constrain: Callable[[Any], Any] = lambda position: position
+    name: str = "posterior"
+    held_out: Callable[[Any], Array] | None = None
+    truth: dict[str, Float[np.ndarray, " dim"]] | None = None
+
+    @property
+    def dim(self) -> int:
+        """How many numbers are in the position."""
+        return sum(np.size(leaf) for leaf in jax.tree.leaves(self.position))
 
 
 def need(module: str, extra: str) -> Any:
-    """Import an optional library, or say how to install it."""
+    """Import an optional library, or say how to install it.
+
+    Examples
+    --------
+    >>> need("numpyro.infer", "numpyro").__name__
+    'numpyro.infer'
+    """
     try:
         return import_module(module)
-    except ImportError as problem:
+    except ImportError as error:
+        library = module.split(".")[0]
         raise ImportError(
-            f"this needs {module.split('.')[0]}: pip install 'swindles[{extra}]'"
-        ) from problem
+            f"this needs {library}: pip install 'swindles[{extra}]', or {library} alone"
+        ) from error
 
 
 def from_numpyro(model: Callable, *args: Any, **kwargs: Any) -> Model:
@@ -94,17 +129,20 @@ def from_pymc(model: Any) -> Model:
         found = values(*(position[name] for name in names))
         return {variable.name: x for variable, x in zip(wanted, found, strict=True)}
 
-    start = {name: jnp.asarray(model.initial_point()[name], float) for name in names}
+    initial = model.initial_point()
+    start = {name: jnp.asarray(initial[name], float) for name in names}
     return Model(lambda p: logdensity([p[name] for name in names]), start, constrain)
 
 
-def named(tree: Any) -> list[str]:
+def name_numbers(tree: Any) -> list[str]:
     """A name for every number in a pytree.
 
     Examples
     --------
-    >>> named({"a": np.zeros(2), "b": np.zeros(())}), named(np.zeros((1, 2)))
-    (['a[0]', 'a[1]', 'b'], ['x[0, 0]', 'x[0, 1]'])
+    >>> name_numbers({"a": np.zeros(2), "b": np.zeros(())})
+    ['a[0]', 'a[1]', 'b']
+    >>> name_numbers(np.zeros((1, 2)))
+    ['x[0, 0]', 'x[0, 1]']
     """
     names = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -113,22 +151,44 @@ def named(tree: Any) -> list[str]:
     return names
 
 
-class Flat(NamedTuple):
-    """A model and its statistics, as functions of one vector."""
+class Problem(NamedTuple):
+    """A log density and statistics, as functions of one vector.
+
+    Parameters
+    ----------
+    logdensity
+        From a vector of shape ``(dim,)`` to its log density, up to a constant.
+    statistic
+        From the vector to all statistics, as one vector.
+    constrain
+        From the vector to the constrained values.
+    position
+        Where to start.
+    names
+        Of the numbers that ``statistic`` returns.
+    shapes
+        What the statistics return before they are made one vector: a pytree of shapes.
+
+    Examples
+    --------
+    >>> problem = make_problem(Model(lambda x: -x["a"] @ x["a"], {"a": jnp.ones(2)}))
+    >>> problem.dim, problem.names, problem.restore(np.arange(2.0))
+    (2, ['a[0]', 'a[1]'], {'a': array([0., 1.])})
+    """
 
     logdensity: Callable[[Array], Array]
     statistic: Callable[[Array], Array]
     constrain: Callable[[Array], Any]
-    position: Array  # (dim,)
-    names: list[str]  # of the numbers that the statistic returns
-    shapes: Any  # what the statistics return: a pytree of shapes
+    position: Float[Array, " dim"]
+    names: list[str]
+    shapes: Any
 
     @property
     def dim(self) -> int:
-        """The number of parameters."""
+        """The length of the vector."""
         return self.position.size
 
-    def restore(self, numbers: np.ndarray) -> Any:
+    def restore(self, numbers: Float[np.ndarray, " statistics"]) -> Any:
         """One number for each name, in the pytree that the statistics return."""
         leaves, structure = jax.tree.flatten(self.shapes)
         cuts = np.cumsum([int(np.prod(leaf.shape)) for leaf in leaves])[:-1]
@@ -136,31 +196,68 @@ class Flat(NamedTuple):
         shaped = [p.reshape(x.shape) for p, x in zip(parts, leaves, strict=True)]
         return jax.tree.unflatten(structure, shaped)
 
+    def through(self, transport: Transport) -> "Problem":
+        """The same problem in the latent space of a map: functions of z.
 
-def shapes_of(what: str, function: Callable, position: Any, kinds: str = "f") -> Any:
-    """Shapes of what a function returns, or a ValueError in plain words."""
+        It starts at the origin.
+
+        Examples
+        --------
+        >>> from swindles.transport import Affine
+        >>> problem = make_problem(Model(lambda x: -x @ x, jnp.ones(2)))
+        >>> latent = problem.through(Affine(jnp.ones(2), 2 * jnp.ones(2)))
+        >>> latent.statistic(latent.position).tolist()
+        [1.0, 1.0]
+        """
+        return self._replace(
+            logdensity=pull_back(self.logdensity, transport),
+            statistic=lambda z: self.statistic(transport(z)),
+            constrain=lambda z: self.constrain(transport(z)),
+            position=jnp.zeros_like(self.position),
+        )
+
+
+def leaf_locations(tree: Any) -> list[str]:
+    """Where each leaf of a pytree is, in words to put behind its type.
+
+    Examples
+    --------
+    >>> leaf_locations({"a": 1.0, "b": [2.0]}), leaf_locations(1.0)
+    ([" at ['a']", " at ['b'][0]"], [''])
+    """
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return [f" at {jax.tree_util.keystr(path)}" if path else "" for path in paths]
+
+
+def output_shapes(
+    what: str, function: Callable, position: Any, kinds: str = "f"
+) -> Any:
+    """Shapes of what a function returns, or a ValueError in plain words.
+
+    ``what`` is what to call the function there, and ``kinds`` are those of the types
+    that it may return.
+
+    Examples
+    --------
+    >>> output_shapes("density", jnp.sum, jnp.ones(2))
+    ShapeDtypeStruct(shape=(), dtype=float32)
+    """
     try:
         found = jax.eval_shape(function, position)
-    except jax.errors.JAXTypeError as problem:
+    except jax.errors.JAXTypeError as error:
         raise ValueError(
             f"JAX cannot compile the {what}: use jax.numpy in place of numpy, and "
             "jnp.where in place of `if`"
-        ) from problem
-    except Exception as problem:
-        raise ValueError(f"the {what} fails at the position: {problem}") from problem
-    for name, leaf in zip(named_leaves(found), jax.tree.leaves(found), strict=True):
+        ) from error
+    except Exception as error:
+        raise ValueError(f"the {what} fails at the position: {error}") from error
+    for where, leaf in zip(leaf_locations(found), jax.tree.leaves(found), strict=True):
         if leaf.dtype.kind not in kinds or leaf.dtype == jnp.float16:
             raise ValueError(
-                f"the {what} returns {leaf.dtype}{name}: it must compute in float32, "
+                f"the {what} returns {leaf.dtype}{where}: it must compute in float32, "
                 "or in float64 with jax_enable_x64"
             )
     return found
-
-
-def named_leaves(tree: Any) -> list[str]:
-    """Where each leaf of a pytree is, in words to put behind its type."""
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    return [f" at {jax.tree_util.keystr(path)}" if path else "" for path in paths]
 
 
 def as_floats(position: Any) -> Any:
@@ -170,7 +267,7 @@ def as_floats(position: Any) -> Any:
         raise ValueError(
             "the position is empty: give a starting value to each parameter"
         )
-    for where, leaf in zip(named_leaves(position), leaves, strict=True):
+    for where, leaf in zip(leaf_locations(position), leaves, strict=True):
         kind = np.asarray(leaf).dtype
         if kind.kind not in "iuf" and kind.name != "bfloat16":
             raise ValueError(f"the position must be real numbers, got {kind}{where}")
@@ -179,15 +276,19 @@ def as_floats(position: Any) -> Any:
 
 def check_density(logdensity: Callable, position: Any) -> None:
     """Raise ValueError unless the log density is one floating point number."""
-    found = shapes_of("log density", logdensity, position)
+    found = output_shapes("log density", logdensity, position)
     if getattr(found, "shape", None) != ():
         raise ValueError(f"the log density must be one number, not {found}: take a sum")
 
 
-def check_values(flat: Flat, names: list[str]) -> None:
-    """Raise ValueError unless density, gradient and statistics are finite."""
-    value, slope = jax.jit(jax.value_and_grad(flat.logdensity))(flat.position)
-    bad = np.flatnonzero(~np.isfinite(flat.position))
+def check_values(problem: Problem, names: list[str]) -> None:
+    """Raise ValueError unless density, gradient and statistics are finite.
+
+    ``names`` are those of the parameters, to say which one is at fault.
+    """
+    position = problem.position
+    value, slope = jax.jit(jax.value_and_grad(problem.logdensity))(position)
+    bad = np.flatnonzero(~np.isfinite(position))
     if bad.size:
         raise ValueError(f"the position is not finite: {names[bad[0]]}")
     if not np.isfinite(value):
@@ -198,23 +299,27 @@ def check_values(flat: Flat, names: list[str]) -> None:
             f"the gradient of the log density by {names[bad[0]]} is {slope[bad[0]]} at "
             "the position: start elsewhere, or look for a square root or logarithm of 0"
         )
-    statistics = np.asarray(jax.jit(flat.statistic)(flat.position))
+    statistics = np.asarray(jax.jit(problem.statistic)(position))
     bad = np.flatnonzero(~np.isfinite(statistics))
     if bad.size:
-        name, value = flat.names[bad[0]], statistics[bad[0]]
+        name, value = problem.names[bad[0]], statistics[bad[0]]
         raise ValueError(f"the statistic {name} is {value} at the position")
 
 
-def flatten(model: Model, statistics: Callable[[Any], Any] | None = None) -> Flat:
+def make_problem(
+    model: Model, statistics: Callable[[Any], Any] | None = None
+) -> Problem:
     """Check a model and its statistics, and make them functions of one vector.
 
-    The default statistics are the constrained values themselves.
+    Statistics are functions of the constrained values, and by default those values
+    themselves.
 
     Examples
     --------
-    >>> flat = flatten(Model(lambda x: -x["a"] @ x["a"], {"a": jnp.ones(2)}))
-    >>> flat.names, flat.restore(np.arange(2.0))
-    (['a[0]', 'a[1]'], {'a': array([0., 1.])})
+    >>> model = Model(lambda x: -x["a"] @ x["a"], {"a": jnp.ones(2)})
+    >>> problem = make_problem(model, lambda x: {"square": x["a"] ** 2})
+    >>> problem.names, problem.statistic(jnp.array([1.0, 2.0])).tolist()
+    (['square[0]', 'square[1]'], [1.0, 4.0])
     """
     statistics = statistics or (lambda values: values)
     position = as_floats(model.position)
@@ -224,21 +329,21 @@ def flatten(model: Model, statistics: Callable[[Any], Any] | None = None) -> Fla
     def values(p: Any) -> Any:
         return statistics(model.constrain(p))
 
-    shapes = shapes_of("statistic", values, position, "fiub")
+    shapes = output_shapes("statistic", values, position, "fiub")
 
     def statistic(x: Array) -> Array:
         floats = jax.tree.map(lambda v: jnp.asarray(v, x.dtype), values(unravel(x)))
         return ravel_pytree(floats)[0]
 
-    flat = Flat(
+    problem = Problem(
         lambda x: model.logdensity(unravel(x)).astype(x.dtype),
         statistic,
         lambda x: model.constrain(unravel(x)),
         vector,
-        named(shapes),
+        name_numbers(shapes),
         shapes,
     )
-    if not flat.names:
+    if not problem.names:
         raise ValueError("the statistic returns nothing: return one number or more")
-    check_values(flat, named(position))
-    return flat
+    check_values(problem, name_numbers(position))
+    return problem

@@ -1,7 +1,7 @@
 """How the book's figures look, and how large its runs are."""
 
 import os
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 COLORS = {
     "plain": "#6b6b6b",
@@ -44,13 +44,16 @@ def use_style() -> None:
     )
 
 
-def scale() -> Literal["laptop", "paper"]:
+Scale = Literal["smoke", "laptop", "paper"]
+
+
+def scale() -> Scale:
     """How large the book's runs are: the environment's ``SWINDLES_SCALE``.
 
     ``laptop`` (the default) takes about a minute a chapter on two cores; ``paper``
-    has the paper's sizes and wants a GPU.
+    has the paper's sizes and wants a GPU; ``smoke`` only shows that everything runs.
     """
     value = os.environ.get("SWINDLES_SCALE", "laptop")
-    if value not in ("laptop", "paper"):
-        raise ValueError(f"SWINDLES_SCALE is {value!r}: say 'laptop' or 'paper'")
-    return cast(Literal["laptop", "paper"], value)
+    if value not in get_args(Scale):
+        raise ValueError(f"SWINDLES_SCALE is {value!r}: say one of {get_args(Scale)}")
+    return cast(Scale, value)

@@ -3,7 +3,7 @@
 Mirrored from book/targets.md: edit there, then run `make mirror`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.resources import files
 from typing import NamedTuple
 
@@ -14,6 +14,8 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int
 from scipy.special import digamma, polygamma
+
+from swindles.models import Model
 
 
 def one_vector(x: ArrayLike, dim: int) -> Array:
@@ -45,51 +47,7 @@ def one_vector(x: ArrayLike, dim: int) -> Array:
     return x
 
 
-MOMENTS: Mapping[str, Callable[[Array], Array]] = {
-    "mean": lambda x: x,
-    "square": lambda x: x**2,
-}
-
-
-class Target(NamedTuple):
-    """A distribution to sample from, and what an experiment asks of it.
-
-    Parameters
-    ----------
-    name
-        What to call it in a table or a figure.
-    dim
-        Length of the vectors it is a distribution of.
-    logdensity
-        From one unconstrained vector of shape ``(dim,)`` to its log density, up to a
-        constant. Transformations of constrained parameters are accounted for.
-    parameters
-        From the vector to the model's own parameters, by name.
-    statistics
-        Functions of the vector whose expectations are wanted, by name.
-    held_out
-        From the vector to the log likelihood of each held-out observation;
-        ``None`` where nothing is held out.
-    truth
-        The exact expectations of the statistics, where they are known.
-
-    Examples
-    --------
-    >>> target = skewed(dim=3)
-    >>> target.logdensity(jnp.zeros(target.dim)).item()
-    -3.0
-    """
-
-    name: str
-    dim: int
-    logdensity: Callable[[Array], Array]
-    parameters: Callable[[Array], dict[str, Array]]
-    statistics: Mapping[str, Callable[[Array], Array]] = MOMENTS
-    held_out: Callable[[Array], Array] | None = None
-    truth: dict[str, Float[np.ndarray, " dim"]] | None = None
-
-
-def gaussian(mean: ArrayLike, covariance: ArrayLike) -> Target:
+def gaussian(mean: ArrayLike, covariance: ArrayLike) -> Model:
     """Build a Gaussian target.
 
     Parameters
@@ -120,10 +78,12 @@ def gaussian(mean: ArrayLike, covariance: ArrayLike) -> Target:
         return -0.5 * residual @ (jnp.asarray(precision, x.dtype) @ residual)
 
     truth = {"mean": centre, "square": centre**2 + spread.diagonal()}
-    return Target("Gaussian", dim, logdensity, lambda x: {"x": x}, truth=truth)
+    return Model(
+        logdensity, jnp.zeros(dim), lambda x: {"x": x}, "Gaussian", truth=truth
+    )
 
 
-def skewed(dim: int = 2, shape: float = 2.0) -> Target:
+def skewed(dim: int = 2, shape: float = 2.0) -> Model:
     """Build a target whose coordinates are logs of independent Gamma variables.
 
     Parameters
@@ -147,10 +107,10 @@ def skewed(dim: int = 2, shape: float = 2.0) -> Target:
 
     mean, variance = digamma(shape), polygamma(1, shape)
     truth = {"mean": np.full(dim, mean), "square": np.full(dim, mean**2 + variance)}
-    return Target("skewed", dim, logdensity, lambda x: {"x": x}, truth=truth)
+    return Model(logdensity, jnp.zeros(dim), lambda x: {"x": x}, "skewed", truth=truth)
 
 
-def banana(curvature: float = 0.5, scale: float = 1.5) -> Target:
+def banana(curvature: float = 0.5, scale: float = 1.5) -> Model:
     """Build a two-dimensional target, Gaussian along a parabola.
 
     Parameters
@@ -177,7 +137,7 @@ def banana(curvature: float = 0.5, scale: float = 1.5) -> Target:
         "mean": np.array([0, curvature * variance]),
         "square": np.array([variance, 1 + 3 * (curvature * variance) ** 2]),
     }
-    return Target("banana", 2, logdensity, lambda x: {"x": x}, truth=truth)
+    return Model(logdensity, jnp.zeros(2), lambda x: {"x": x}, "banana", truth=truth)
 
 
 def german_credit() -> tuple[Float[np.ndarray, "1000 25"], Bool[np.ndarray, "1000"]]:
@@ -333,7 +293,7 @@ def credit_regression(held_out: float) -> Regression:
     return Regression(log_likelihood, score if test.size else None, len(signed))
 
 
-def logistic_regression(held_out: float = 0.0) -> Target:
+def logistic_regression(held_out: float = 0.0) -> Model:
     """Build the German credit logistic regression posterior, D = 25.
 
     Weights are standard Gaussian a priori; the intercept is the last one.
@@ -355,13 +315,13 @@ def logistic_regression(held_out: float = 0.0) -> Target:
         x = one_vector(x, dim)
         return train(x) - 0.5 * x @ x
 
-    def parameters(x: Array) -> dict[str, Array]:
+    def constrain(x: Array) -> dict[str, Array]:
         return {"weights": x}
 
-    return Target("logistic regression", dim, logdensity, parameters, held_out=test)
+    return Model(logdensity, jnp.zeros(dim), constrain, "logistic regression", test)
 
 
-def sparse_logistic_regression(held_out: float = 0.0) -> Target:
+def sparse_logistic_regression(held_out: float = 0.0) -> Model:
     """Build the German credit posterior with a sparse prior, D = 51.
 
     The vector holds 25 unscaled weights, the logs of their 25 local scales, and the
@@ -375,7 +335,7 @@ def sparse_logistic_regression(held_out: float = 0.0) -> Target:
     Examples
     --------
     >>> target = sparse_logistic_regression()
-    >>> target.parameters(jnp.zeros(target.dim))["global_scale"].item()
+    >>> target.constrain(jnp.zeros(target.dim))["global_scale"].item()
     1.0
     """
     train, test, num = credit_regression(held_out)
@@ -388,15 +348,15 @@ def sparse_logistic_regression(held_out: float = 0.0) -> Target:
         prior = jnp.sum(log_scales - jnp.exp(log_scales)) - unscaled @ unscaled
         return train(weights(x)) + 0.5 * prior
 
-    def parameters(x: Array) -> dict[str, Array]:
+    def constrain(x: Array) -> dict[str, Array]:
         scales = {"local_scales": jnp.exp(x[num:-1]), "global_scale": jnp.exp(x[-1])}
         return {"unscaled_weights": x[:num], **scales}
 
-    return Target(
-        "sparse logistic regression",
-        2 * num + 1,
+    return Model(
         logdensity,
-        parameters,
+        jnp.zeros(2 * num + 1),
+        constrain,
+        "sparse logistic regression",
         held_out=None if test is None else lambda x: test(weights(x)),
     )
 
@@ -413,16 +373,18 @@ def bounded(x: Array) -> Array:
     return jnp.clip(x, -limit, limit)
 
 
-def expected_right(asked: ArrayLike, minus_ability: Array, difficulty: Array) -> Array:
-    """Sum ``asked * sigmoid(ability[:, None] - difficulty)`` along each row.
+def expected_right(
+    answered: ArrayLike, minus_ability: Array, difficulty: Array
+) -> Array:
+    """Sum ``answered * sigmoid(ability[:, None] - difficulty)`` along each row.
 
     This is the number of right answers to expect of each student. With the grid
     transposed and the other arguments exchanged, it is that for each question.
 
     Parameters
     ----------
-    asked
-        One where the question was asked, else zero; shape ``(rows, columns)``.
+    answered
+        One where there is an answer, else zero; shape ``(rows, columns)``.
     minus_ability, difficulty
         Minus the logit is their sum; shapes ``(rows,)`` and ``(columns,)``.
 
@@ -432,18 +394,18 @@ def expected_right(asked: ArrayLike, minus_ability: Array, difficulty: Array) ->
     [2.0, 2.0]
     """
     rows, columns = jnp.exp(bounded(minus_ability)), jnp.exp(bounded(difficulty))
-    grid, one = jnp.asarray(asked, rows.dtype), jnp.ones((), rows.dtype)
+    grid, one = jnp.asarray(answered, rows.dtype), jnp.ones((), rows.dtype)
     grid, one, rows = jax.lax.optimization_barrier((grid, one, rows))
     return jnp.sum(grid / (one + rows[:, None] * columns), 1)
 
 
-def two_cosh(asked: ArrayLike, ability: Array, difficulty: Array) -> Array:
-    """Compute ``2 cosh(t / 2)`` of logits ``t``, and 1 where nothing was asked.
+def two_cosh(answered: ArrayLike, ability: Array, difficulty: Array) -> Array:
+    """Compute ``2 cosh(t / 2)`` of logits ``t``, and 1 where there is no answer.
 
     Parameters
     ----------
-    asked
-        One where the question was asked, else zero; shape ``(questions, students)``.
+    answered
+        One where there is an answer, else zero; shape ``(questions, students)``.
     ability, difficulty
         The logit is ``t = ability - difficulty[:, None]``.
 
@@ -453,19 +415,19 @@ def two_cosh(asked: ArrayLike, ability: Array, difficulty: Array) -> Array:
     [[2.0, 1.0]]
     """
     a, b = bounded(ability) / 2, bounded(difficulty[:, None]) / 2
-    grid, a = jax.lax.optimization_barrier((jnp.asarray(asked, a.dtype), a))
+    grid, a = jax.lax.optimization_barrier((jnp.asarray(answered, a.dtype), a))
     return grid * (jnp.exp(a) * jnp.exp(-b) + jnp.exp(-a) * jnp.exp(b)) + (1 - grid)
 
 
 def answers_log_likelihood(
-    asked: np.ndarray, right: np.ndarray
+    answered: np.ndarray, right: np.ndarray
 ) -> Callable[[Array, Array], Array]:
     """Build the log likelihood of a grid of answers.
 
     Parameters
     ----------
-    asked, right
-        One where a student was asked, and where the answer was right, else zero;
+    answered, right
+        One where a student answered, and where the answer was right, else zero;
         shape ``(students, questions)`` with an even number of questions.
 
     Returns
@@ -481,8 +443,8 @@ def answers_log_likelihood(
     >>> bool(jnp.allclose(value, 6 * jnp.log(0.5)))
     True
     """
-    surplus = right - asked / 2
-    first, second = np.split(asked.T, 2)
+    surplus = right - answered / 2
+    first, second = np.split(answered.T, 2)
 
     @jax.custom_jvp
     def log_likelihood(ability: Array, difficulty: Array) -> Array:
@@ -497,14 +459,14 @@ def answers_log_likelihood(
     ) -> tuple[Array, Array]:
         ability, difficulty = primals
         up, down = (jnp.asarray(right.sum(axis), ability.dtype) for axis in (1, 0))
-        up -= expected_right(asked, -ability, difficulty)
-        down -= expected_right(asked.T, difficulty, -ability)
+        up -= expected_right(answered, -ability, difficulty)
+        down -= expected_right(answered.T, difficulty, -ability)
         return log_likelihood(*primals), up @ tangents[0] - down @ tangents[1]
 
     return log_likelihood
 
 
-def item_response(held_out: float = 0.0) -> Target:
+def item_response(held_out: float = 0.0) -> Model:
     """Build the one-parameter item response posterior, D = 501.
 
     The vector holds 400 abilities less their mean, 100 difficulties, and the mean
@@ -523,13 +485,13 @@ def item_response(held_out: float = 0.0) -> Target:
     """
     student, question, right = student_answers()
     train, test = split(right.size, held_out)
-    asked, correct = np.zeros((2, 400, 100))
-    asked[student[train], question[train]] = 1
+    answered, correct = np.zeros((2, 400, 100))
+    answered[student[train], question[train]] = 1
     correct[student[train], question[train]] = right[train]
-    log_likelihood = answers_log_likelihood(asked, correct)
+    log_likelihood = answers_log_likelihood(answered, correct)
     prior_mean = np.append(np.zeros(500), 0.75)
 
-    def parameters(x: Array) -> dict[str, Array]:
+    def constrain(x: Array) -> dict[str, Array]:
         return {"ability": x[:400], "difficulty": x[400:-1], "mean_ability": x[-1]}
 
     def logdensity(x: Array) -> Array:
@@ -542,4 +504,4 @@ def item_response(held_out: float = 0.0) -> Target:
         return jax.nn.log_sigmoid(jnp.where(right[test], logits, -logits))
 
     scored = score if test.size else None
-    return Target("item response", 501, logdensity, parameters, held_out=scored)
+    return Model(logdensity, jnp.zeros(501), constrain, "item response", scored)

@@ -3,30 +3,20 @@
 Mirrored from book/transport.md: edit there, then run `make mirror`.
 """
 
-import json
 import warnings
-import zipfile
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import paramax
-from arviz_stats.base import array_stats
 from blackjax.vi import pathfinder
-from flowjax.bijections import AbstractBijection, Chain
-from flowjax.distributions import Normal
-from flowjax.flows import masked_autoregressive_flow
 from jax import Array
 from jax.scipy.linalg import solve_triangular
 from jax.typing import ArrayLike
 from jaxtyping import Float, Key
-from scipy.optimize import minimize
 from tqdm import tqdm
 
 Density = Callable[[Array], Array]
@@ -146,6 +136,8 @@ def identity(dim: int, full: bool = False) -> Affine:
 
 def find_mode(logdensity: Density, position: Array) -> Array:
     """Climb from ``position`` to a maximum of ``logdensity``."""
+    from scipy.optimize import minimize
+
     value_and_slope = jax.jit(jax.value_and_grad(lambda x: -logdensity(x)))
 
     def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
@@ -160,8 +152,7 @@ def find_mode(logdensity: Density, position: Array) -> Array:
     return jnp.asarray(climbed.x, position.dtype)
 
 
-@partial(jax.jit, static_argnames=("slope",))
-def hessian(position: Array, slope: Callable[[Array], Array]) -> Array:
+def hessian(slope: Callable[[Array], Array], position: Array) -> Array:
     """The derivative of ``slope``, a few rows at a time to spare memory."""
 
     def row(direction: Array) -> Array:
@@ -184,9 +175,10 @@ def laplace(logdensity: Density, position: ArrayLike) -> Affine:
     """
     mode = find_mode(logdensity, jnp.asarray(position, float))
     slope = jax.jit(jax.grad(logdensity))
+    curvature = jax.jit(partial(hessian, slope))
     for _ in range(3):
-        mode = mode - jnp.linalg.solve(hessian(mode, slope), slope(mode))
-    precision = -np.asarray(hessian(mode, slope), np.float64)
+        mode = mode - jnp.linalg.solve(curvature(mode), slope(mode))
+    precision = -np.asarray(curvature(mode), np.float64)
     smallest = np.linalg.eigvalsh(precision)[0] if np.isfinite(precision).all() else 0
     if not smallest > 0:
         raise ValueError(
@@ -214,7 +206,8 @@ def gaussian_start(
             raise
         warnings.warn(f"{reason}. Using Pathfinder instead.", stacklevel=2)
     start = jnp.asarray(position, float)
-    best, _ = pathfinder.approximate(key, logdensity, start)
+    climb = jax.jit(lambda key, x: pathfinder.approximate(key, logdensity, x)[0])
+    best = climb(key, start)
     spread = jnp.diag(best.alpha) + best.beta @ best.gamma @ best.beta.T
     transport = Affine(best.position, jnp.linalg.cholesky(spread))
     if not all(jnp.isfinite(part).all() for part in transport):
@@ -294,7 +287,6 @@ class Schedule(NamedTuple):
 
 
 AFFINE_SCHEDULE = Schedule(num_steps=1000, batch=64, learning_rate=1e-3)
-FLOW_SCHEDULE = Schedule(num_steps=20_000, batch=256, learning_rate=1e-2)
 
 
 def check_schedule(schedule: Schedule) -> None:
@@ -322,33 +314,34 @@ class Training(NamedTuple):
     average: Any  # of the params over the last steps
 
 
-@partial(jax.jit, static_argnames=("weigh", "dim", "batch"))
-def train(
-    key: Array, training: Training, plan: Array, weigh: Callable, dim: int, batch: int
-) -> tuple[Training, Array]:
-    """Take the steps of a plan with rows (step, learning rate, weight in the average).
+def make_trainer(weigh: Callable, dim: int, batch: int) -> Callable:
+    """A function that takes training steps; ``weigh(params, z)`` is a log weight.
 
-    ``weigh(params, z)`` is the log weight of one draw. Returns the losses, too.
+    Its arguments are a key, a ``Training`` and rows (step, learning rate, weight in the
+    average), one for each step. It returns the new ``Training`` and the losses.
     """
 
     def loss(params: Any, key: Array) -> Array:
         half = jax.random.normal(key, (batch // 2, dim))
         return -jax.vmap(partial(weigh, params))(jnp.concatenate([half, -half])).mean()
 
-    def body(now: Training, row: Array) -> tuple[Training, Array]:
-        step, rate, weight = row
-        here = jax.random.fold_in(key, step.astype(int))
-        value, slope = jax.value_and_grad(loss)(now.params, here)
-        way, optimizer = adam(dim).update(slope, now.optimizer)
-        params = jax.tree.map(lambda p, w: p - rate * w, now.params, way)
-        average = jax.tree.map(lambda a, p: a + weight * (p - a), now.average, params)
-        return Training(params, optimizer, average), value
+    def train(key: Array, training: Training, rows: Array) -> tuple[Training, Array]:
+        def body(now: Training, row: Array) -> tuple[Training, Array]:
+            step, rate, weight = row
+            here = jax.random.fold_in(key, step.astype(int))
+            value, slope = jax.value_and_grad(loss)(now.params, here)
+            way, optimizer = adam(dim).update(slope, now.optimizer)
+            params = jax.tree.map(lambda p, w: p - rate * w, now.params, way)
+            mean = jax.tree.map(lambda a, p: a + weight * (p - a), now.average, params)
+            return Training(params, optimizer, mean), value
 
-    return jax.lax.scan(body, training, plan)
+        return jax.lax.scan(body, training, rows)
+
+    return train
 
 
-def plan(first: int, size: int, decay: int | None, rate: float) -> Array:
-    """Rows for ``train``: a constant learning rate, or one that falls to zero.
+def training_rows(first: int, size: int, decay: int | None, rate: float) -> Array:
+    """Rows for a trainer: a constant learning rate, or one that falls to zero.
 
     The rate falls from step ``decay`` on, for four times ``size`` steps. The average is
     over the last of those blocks.
@@ -394,6 +387,7 @@ def minimize_loss(
     check_schedule(schedule)
     num_steps, batch, rate, tolerance = schedule
     size = num_steps // 10
+    train = jax.jit(make_trainer(weigh, dim, batch))
     training = Training(params, adam(dim).init(params), params)
     losses: list[np.ndarray] = []
     decay = None
@@ -402,8 +396,8 @@ def minimize_loss(
             first = len(losses) * size
             if decay is None and (len(losses) == 6 or has_settled(losses, tolerance)):
                 decay = first
-            rows = plan(first, size, decay, rate)
-            training, loss = train(key, training, rows, weigh, dim, batch)
+            rows = training_rows(first, size, decay, rate)
+            training, loss = train(key, training, rows)
             losses.append(check_loss(np.asarray(loss, np.float64), first))
             bar.update(size)
             bar.set_postfix(loss=f"{losses[-1].mean():.2f}")
@@ -445,7 +439,7 @@ class Fit(NamedTuple):
         return float(self.log_weights.std() / np.sqrt(self.log_weights.size))
 
 
-def judge(
+def keep_better(
     key: Array, logdensity: Density, start: Affine, fitted: Any, loss: np.ndarray
 ) -> Fit:
     """Compare the fitted map with its start on the same fresh draws; keep the better.
@@ -468,7 +462,7 @@ def judge(
     return Fit(fitted, loss, after)
 
 
-def lower(transport: Affine) -> Affine:
+def lower_triangular(transport: Affine) -> Affine:
     """The map without what is above the diagonal of its scale."""
     full = transport.scale.ndim == 2
     return transport._replace(scale=jnp.tril(transport.scale)) if full else transport
@@ -498,251 +492,114 @@ def fit_affine(
     latent = pull_back(logdensity, start)
 
     def weigh(inner: Affine, z: Array) -> Array:
-        return path_log_weight(latent, lower(inner), z)
+        return path_log_weight(latent, lower_triangular(inner), z)
 
     inner, loss = minimize_loss(fit_key, weigh, identity(dim, full), dim, schedule)
-    inner = lower(inner)
+    inner = lower_triangular(inner)
     scale = start.scale @ inner.scale if full else start.scale * inner.scale
     fitted = Affine(start(inner.shift), scale)
-    return judge(check_key, logdensity, start, fitted, loss)
-
-
-class Bend(AbstractBijection):
-    """Yeo and Johnson's power map on every axis, with a power of its own for each.
-
-    Powers above 1 stretch the positive side and shorten the negative one.
-    """
-
-    raw: Array  # (dim,); zero leaves the axis as it is
-    shape: tuple[int, ...]
-    cond_shape: tuple[int, ...] | None
-
-    def __init__(self, dim: int) -> None:
-        """Start as the identity."""
-        self.raw, self.shape, self.cond_shape = jnp.zeros(dim), (dim,), None
-
-    def powers(self, x: Array) -> tuple[Array, Array]:
-        """Side and power at every entry of a point, or of its image."""
-        power = 0.01 + 1.98 * jax.nn.sigmoid(self.raw)
-        return jnp.where(x < 0, -1, 1), jnp.where(x < 0, 2 - power, power)
-
-    def transform_and_log_det(self, x: Any, condition: Any = None) -> tuple:
-        """Bend, and the log-determinant of it."""
-        side, power = self.powers(x)
-        log = jnp.log1p(side * x)
-        return side * jnp.expm1(power * log) / power, jnp.sum((power - 1) * log)
-
-    def inverse_and_log_det(self, y: Any, condition: Any = None) -> tuple:
-        """Straighten, and the log-determinant of it."""
-        side, power = self.powers(y)
-        log = jnp.log1p(power * side * y) / power
-        return side * jnp.expm1(log), -jnp.sum((power - 1) * log)
-
-
-class Design(NamedTuple):
-    """The build of an autoregressive flow.
-
-    Parameters
-    ----------
-    flows
-        How many to chain.
-    width
-        Units in each hidden layer.
-    depth
-        Hidden layers.
-    bend
-        Whether to end with Yeo and Johnson's power map on every axis.
-
-    Examples
-    --------
-    >>> Design(width=8, bend=True)
-    Design(flows=3, width=8, depth=2, bend=True)
-    """
-
-    flows: int = 3
-    width: int = 51
-    depth: int = 2
-    bend: bool = False
-
-
-# The flow of the paper's sparse regression.
-PAPER_FLOW = Design()
-
-
-def build(design: Design, dim: int, key: Array) -> AbstractBijection:
-    """An inverse autoregressive flow that is nearly the identity, but for the order.
-
-    Examples
-    --------
-    >>> build(Design(), 3, jax.random.key(0)).shape
-    (3,)
-    """
-    if dim < 2:
-        raise ValueError("a flow bends some axes by others: it needs two dimensions")
-    flow = masked_autoregressive_flow(
-        key,
-        base_dist=Normal(jnp.zeros(dim)),
-        flow_layers=design.flows,
-        nn_width=design.width,
-        nn_depth=design.depth,
-        nn_activation=jax.nn.elu,
-        invert=False,
-    ).bijection
-    weights, rest = eqx.partition(flow, eqx.is_inexact_array)
-    flow = eqx.combine(jax.tree.map(lambda weight: weight / 10, weights), rest)
-    return Chain([flow, Bend(dim)]) if design.bend else flow
-
-
-class Flow(NamedTuple):
-    """A FlowJAX bijection, then an affine map: x = base(bijection(z)).
-
-    Parameters
-    ----------
-    base
-        The affine map.
-    bijection
-        The bijection.
-    design
-        How it was built; None for one of your own, which cannot be saved.
-
-    Examples
-    --------
-    >>> from flowjax.bijections import Exp
-    >>> to_x = Flow(Affine(jnp.ones(2), jnp.ones(2)), Exp((2,)))
-    >>> to_x(jnp.zeros(2)).tolist()
-    [2.0, 2.0]
-    """
-
-    base: Affine
-    bijection: Any
-    design: Design | None = None
-
-    def __call__(self, z: Float[Array, " dim"]) -> Float[Array, " dim"]:
-        """Map z to x."""
-        return self.base(self.bijection.transform(z))
-
-    def inverse(self, x: Float[Array, " dim"]) -> Float[Array, " dim"]:
-        """Map x back to z, one coordinate after the other: slow."""
-        return self.bijection.inverse(self.base.inverse(x))
-
-    def with_log_det(
-        self, z: Float[Array, " dim"]
-    ) -> tuple[Float[Array, " dim"], Float[Array, ""]]:
-        """Map z to x; the log-determinants of both maps add up."""
-        y, first = self.bijection.transform_and_log_det(z)
-        x, second = self.base.with_log_det(y)
-        return x, first + second
-
-
-def train_flow(
-    key: Array, logdensity: Density, start: Affine, design: Design, schedule: Schedule
-) -> tuple[Flow, np.ndarray]:
-    """A flow followed by ``start``, trained; and the losses of all steps."""
-    build_key, fit_key, _ = jax.random.split(key, 3)
-    dim = start.shift.size
-    bijection = build(design, dim, build_key)
-    params, rest = eqx.partition(bijection, eqx.is_inexact_array)
-
-    def weigh(params: Any, z: Array) -> Array:
-        return log_weight(logdensity, Flow(start, eqx.combine(params, rest)), z)
-
-    params, loss = minimize_loss(fit_key, weigh, params, dim, schedule)
-    return Flow(start, paramax.unwrap(eqx.combine(params, rest)), design), loss
-
-
-def fit_flow(
-    key: Key[Array, ""],
-    logdensity: Density,
-    start: Affine,
-    design: Design = PAPER_FLOW,
-    schedule: Schedule = FLOW_SCHEDULE,
-    trials: int = 4,
-) -> Fit:
-    """Fit a flow followed by the affine map ``start``, by variational inference.
-
-    Of ``trials`` flows, each with another order of the coordinates, the one that is
-    best after a brief fit is fitted in full.
-
-    Examples
-    --------
-    >>> schedule = Schedule(num_steps=100, batch=16, learning_rate=1e-3)
-    >>> design, start = Design(flows=1, width=4, depth=1), identity(2)
-    >>> fit = fit_flow(jax.random.key(0), standard_normal, start, design, schedule, 1)
-    >>> fit.transport(jnp.zeros(2)).shape
-    (2,)
-    """
-    check_schedule(schedule)
-    steps, batch = max(schedule.num_steps // 10, 10), max(schedule.batch // 2, 2)
-    brief = schedule._replace(num_steps=steps, batch=batch, tolerance=-np.inf)
-
-    def loss_after_trial(key: Array) -> float:
-        return train_flow(key, logdensity, start, design, brief)[1][
-            -steps // 10 :
-        ].mean()
-
-    keys = jax.random.split(key, trials)
-    best = min(keys, key=loss_after_trial) if trials > 1 else key
-    fitted, loss = train_flow(best, logdensity, start, design, schedule)
-    return judge(jax.random.fold_in(key, 1), logdensity, start, fitted, loss)
+    return keep_better(check_key, logdensity, start, fitted, loss)
 
 
 def pareto_k(weights: Float[np.ndarray, " draws"]) -> float:
     """Pareto k of log weights; below 0.7 their tail can be trusted.
 
+    It is infinite when a weight is not finite or when almost all of them vanish beside
+    the largest, and minus infinity when the largest are all the same.
+
     Examples
     --------
     >>> pareto_k(np.random.default_rng(0).normal(size=4000)) < 0.7
     True
+    >>> pareto_k(np.linspace(0, 1e5, 4000)), pareto_k(np.ones(4000))
+    (inf, -inf)
     """
-    if np.ptp(weights) < 1e-4:  # all the same, but for rounding: no tail at all
+    from arviz_stats.base import array_stats
+
+    weights = np.asarray(weights, np.float64)
+    if not np.isfinite(weights).all():
+        return np.inf
+    weights = weights - weights.max()
+    number = weights.size
+    size = int(np.ceil(3 * np.sqrt(number))) if number > 225 else number // 5
+    tail = np.sort(weights)[-size:]  # what ArviZ looks at
+    if np.ptp(weights) < 1e-4 or tail[0] == 0:  # the same, but for rounding: no tail
         return -np.inf
+    if tail[0] < -500:  # exp would underflow
+        return np.inf
     # ArviZ takes log likelihoods, whose negatives are the log weights.
     return float(array_stats.psislw(-weights)[1])
 
 
-def save(path: str | Path, transport: Affine | Flow) -> None:
-    """Write a map to one file, to be read by ``load``.
+# Up to this dimension a matrix for every pair of axes is affordable.
+LARGEST_LAPLACE = 2000
+
+
+def gaussian_map(key: Key[Array, ""], problem: Any) -> Affine:
+    """Laplace's map, improved; or one standard deviation around the position.
+
+    ``problem`` has a ``logdensity`` of a vector, a ``position`` and a ``dim``.
 
     Examples
     --------
-    >>> from tempfile import TemporaryDirectory
-    >>> with TemporaryDirectory() as folder:
-    ...     save(folder + "/map.npz", identity(2))
-    ...     [file.name for file in Path(folder).iterdir()]
-    ['map.npz']
+    >>> from swindles.targets import gaussian
+    >>> target = gaussian(jnp.array([3.0, 0.0]), jnp.diag(jnp.array([4.0, 1.0])))
+    >>> found = gaussian_map(jax.random.key(0), target)
+    >>> bool(jnp.allclose(found.scale, jnp.diag(jnp.array([2.0, 1.0])), atol=1e-2))
+    True
     """
-    base = transport.base if isinstance(transport, Flow) else transport
-    design, leaves = None, []
-    if isinstance(transport, Flow):
-        if transport.design is None:
-            raise ValueError("only a flow that `fit_flow` built can be saved")
-        design = transport.design._asdict()
-        leaves = jax.tree.leaves(eqx.filter(transport.bijection, eqx.is_array))
-    with open(path, "wb") as file:
-        np.savez(file, json.dumps(design), *base, *leaves)
+    unit = Affine(problem.position, jnp.ones(problem.dim))
+    if problem.dim > LARGEST_LAPLACE:
+        return unit
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            start = laplace(problem.logdensity, problem.position)
+            return fit_affine(key, problem.logdensity, start).transport
+        except ValueError:
+            return unit
 
 
-def load(path: str | Path) -> Affine | Flow:
-    """Read a map that ``save`` wrote.
+def map_quality(
+    key: Key[Array, ""], problem: Any, transport: Transport
+) -> tuple[float, float]:
+    """Pareto k of a map, and its ELBO; infinite where a weight is not finite.
+
+    ``problem`` has a ``logdensity`` of a vector and a ``dim``.
 
     Examples
     --------
-    >>> from tempfile import TemporaryDirectory
-    >>> with TemporaryDirectory() as folder:
-    ...     save(folder + "/map.npz", identity(2))
-    ...     load(folder + "/map.npz").scale.tolist()
-    [1.0, 1.0]
+    >>> from swindles.targets import gaussian
+    >>> target = gaussian(jnp.zeros(2), jnp.eye(2))
+    >>> k, elbo = map_quality(jax.random.key(0), target, identity(2))
+    >>> k, round(elbo, 3)
+    (-inf, 1.838)
     """
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            header, shift, scale, *leaves = file.values()
-        design = json.loads(str(header))
-    except (ValueError, EOFError, zipfile.BadZipFile) as problem:
-        raise ValueError(f"{path} is not a file that `save` wrote") from problem
-    base = Affine(jnp.asarray(shift), jnp.asarray(scale))
-    if design is None:
-        return base
-    blank = paramax.unwrap(build(Design(**design), shift.size, jax.random.key(0)))
-    arrays, rest = eqx.partition(blank, eqx.is_array)
-    arrays = jax.tree.unflatten(jax.tree.structure(arrays), map(jnp.asarray, leaves))
-    return Flow(base, eqx.combine(arrays, rest), Design(**design))
+    weights = log_weights(key, problem.logdensity, transport, problem.dim, 4096)
+    if not np.isfinite(weights).all():
+        return np.inf, -np.inf
+    return pareto_k(weights), float(weights.mean())
+
+
+def map_from_draws(draws: Float[Array, "*any dim"], full: bool) -> Affine:
+    """The affine map with the (robust) mean and covariance of draws (..., dim).
+
+    Examples
+    --------
+    >>> draws = 3 + 2 * jax.random.normal(jax.random.key(0), (100, 100, 1))
+    >>> found = map_from_draws(draws, full=True)
+    >>> found.shift.round(1).tolist(), found.scale.round(1).tolist()
+    ([3.0], [[2.0]])
+    """
+    x = np.asarray(draws, np.float64).reshape(-1, draws.shape[-1])
+    if not np.isfinite(x).all():
+        raise ValueError("the chains run off to infinity: is the posterior proper?")
+    low, middle, high = np.quantile(x, [0.25, 0.5, 0.75], axis=0)
+    width = np.where(high > low, (high - low) / 1.349, x.std(0) + 1e-30)
+    inner = np.clip((x - middle) / width, -3, 3)
+    shift = jnp.asarray(middle + width * inner.mean(0), draws.dtype)
+    if not full:
+        return Affine(shift, jnp.asarray(width * inner.std(0), draws.dtype))
+    spread = np.atleast_2d(np.cov(inner.T)) + 1e-8 * np.eye(width.size)
+    root = width[:, None] * np.linalg.cholesky(spread)
+    return Affine(shift, jnp.asarray(root, draws.dtype))

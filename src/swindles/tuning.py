@@ -3,7 +3,7 @@
 Mirrored from book/tuning.md: edit there, then run `make mirror`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,31 +16,38 @@ from blackjax.mcmc import integrators
 from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Key
-from scipy.interpolate import PchipInterpolator
 from scipy.special import ndtri
 from tqdm import tqdm
 
 from swindles.accuracy import Moments, add_step, empty_moments, summarize
-from swindles.antithetic import check_statistic, pair_values
-from swindles.control import feature_values
+from swindles.antithetic import pair_values
+from swindles.control import (
+    FeatureProducts,
+    PairProducts,
+    fold_feature_products,
+    fold_pair_products,
+    residual_variance,
+)
 from swindles.coupling import (
-    LogDensity,
     Rates,
     Sampler,
-    Total,
     add_rates,
-    advance,
+    append_row,
+    begin_run,
+    compiled,
+    coupled,
     empty_rates,
-    gather,
     hmc,
     mala,
     random_walk,
     require_positive,
-    room,
     start,
     step_keys,
+    take_steps,
 )
-from swindles.latent import Problem
+from swindles.models import Problem, need
+from swindles.schemes import SCHEMES, find_scheme, make_features
+from swindles.stein import Order
 
 
 def efficiency_bound(
@@ -73,7 +80,7 @@ class Family(NamedTuple):
     power
         That of the normal quantile, in ``efficiency_bound``.
     target
-        The acceptance that ``quick`` aims at.
+        The acceptance that ``adapt_step_size`` aims at.
     has_length
         Whether trajectories have several steps.
     cost
@@ -103,41 +110,6 @@ MALA = Family("MALA", lambda size, _: mala(size), 2 / 3, 0.95)
 RANDOM_WALK = Family("random walk", lambda size, _: random_walk(size), 2, 0.4)
 
 
-def variance_left(covariance: np.ndarray, f: list[int], g: list[int]) -> np.ndarray:
-    """Var Z / Var f: the part of the variance that a scheme leaves.
-
-    ``covariance`` has shape (rows, rows, ...); ``f`` and ``g`` are the scheme's rows.
-
-    Examples
-    --------
-    >>> pair = np.array([[1.0, 0.8], [0.8, 1.0]])
-    >>> variance_left(pair, [0], [1]).round(2), variance_left(-pair, [0, 1], [])
-    (np.float64(0.36), np.float64(0.9))
-    """
-    own = sum(covariance[i, i] for i in f)
-    weights = {i: np.ones_like(own) for i in f}
-    if g:
-        both = sum(covariance[i, j] for i, j in zip(f, g, strict=True))
-        slope = both / sum(covariance[j, j] for j in g)
-        weights |= {j: -slope for j in g}
-    left = sum(
-        a * b * covariance[i, j] for i, a in weights.items() for j, b in weights.items()
-    )
-    return np.maximum(left / (len(f) * own), 1e-6)
-
-
-def scheme_rows(chains: set[str]) -> dict[str, tuple[list[int], list[int]]]:
-    """For each scheme that these chains contain, its rows of f and of controls."""
-    rows: dict[str, tuple[list[int], list[int]]] = {"plain": ([0], [])}
-    if "minus" in chains:
-        rows["antithetic"] = ([0, 1], [])
-    if "control" in chains:
-        rows["control"] = ([0], [len(chains) - 1])
-    if {"minus", "control"} <= chains:
-        rows["cva"] = ([0, 1], [2, 3])
-    return rows
-
-
 class Grid(NamedTuple):
     """Settings to try: an entry for each."""
 
@@ -145,29 +117,18 @@ class Grid(NamedTuple):
     num_integration_steps: Array | np.ndarray
 
 
-@partial(
-    jax.jit,
-    static_argnames=("build", "update"),
-    donate_argnames=("states", "sums"),
-)
-def advance_grid(
-    key: Array,
-    grid: Grid,
-    states: Any,
-    sums: Any,
-    first: Array,
-    last: Array,
-    build: Callable,
-    update: Callable,
-) -> tuple[Any, Any]:
-    """Take steps ``first`` up to ``last`` of every setting, one after the other."""
+def grid_program(build: Callable, update: Callable) -> Callable:
+    """Take steps of every setting of a grid, one after the other; compiled once."""
 
-    def one(row: tuple) -> tuple[Any, Any]:
+    def one(key: Array, row: tuple) -> tuple[Any, Any]:
         setting, states, sums, first, last = row
         step = build(*setting).step
-        return advance(key, states, sums, first, last, step, update, store=False)
+        return take_steps(key, states, sums, first, last, step, update)
 
-    return jax.lax.map(one, (grid, states, sums, first, last))
+    def all_settings(key: Array, *rows: Any) -> tuple[Any, Any]:
+        return jax.lax.map(partial(one, key), rows)
+
+    return compiled(build, update, lambda: jax.jit(all_settings))
 
 
 def repeat(tree: Any, times: int) -> Any:
@@ -198,49 +159,61 @@ def run_grid(
     size = len(grid.step_size)
     counts = np.broadcast_to(num_steps, size)
     edges = np.arange(num_blocks + 1)[:, None] * counts // num_blocks
-    kept = room(repeat(zero, size), num_blocks)
+    zeros, program = repeat(zero, size), grid_program(build, update)
+    rows = begin_run(states, zeros).rows
     hidden = {} if progress else {"disable": True}
     for row in tqdm(range(num_blocks), "pilot runs", delay=2, leave=False, **hidden):
-        states, sums = advance_grid(
-            key, grid, states, repeat(zero, size), *edges[row : row + 2], build, update
-        )
-        gather(kept, sums, row)
-    return states, kept
+        states, sums = program(key, grid, states, zeros, *edges[row : row + 2])
+        rows = append_row(rows, sums)
+    return states, rows
 
 
 class PilotSums(NamedTuple):
-    """Running sums of a pilot run."""
+    """Running sums of a pilot run: what every scheme would leave of the variance."""
 
     plus: Moments  # of f(X+)
-    first: Total  # (rows, chains, dim): f at X+ (and X-), then at Y (and -Y)
-    second: Total  # (rows, rows, chains, dim): their products
+    pair: PairProducts
+    features: dict[str, FeatureProducts]  # of schemes with Stein features
     rates: Rates
 
 
-def fold_pilot(feature: Callable, states: dict[str, Any]) -> tuple[Any, Callable]:
-    """Sums from which the variance left by every scheme can be told."""
-    center = check_statistic(feature, states)
+def some_chains(states: Any, chains: tuple[str, ...]) -> Any:
+    """The states, or infos, of some of the coupled chains."""
+    return coupled(*chains)(*(getattr(states, name) for name in chains))
 
-    def values(states: dict[str, Any]) -> Array:
-        here = pair_values(feature, states)
-        if "control" not in states:
-            return here
-        return jnp.concatenate([here, feature_values(feature, states)])
 
-    def update(sums: PilotSums, states: dict, infos: dict) -> PilotSums:
-        rows = values(states)
-        away = rows - center
+def fold_pilot(
+    problem: Problem, states: Any, names: Sequence[str] = (), order: Order = "none"
+) -> tuple[Any, Callable]:
+    """Sums from which the variance left by every scheme can be told.
+
+    ``names`` are those of schemes with Stein features, up to an order.
+    """
+    statistic = problem.statistic
+    pair, update_pair = fold_pair_products(statistic, states)
+    folds = {}
+    for name in names:
+        scheme = SCHEMES[name]
+        mine = some_chains(states, scheme.chains)
+        found = make_features(scheme, statistic, problem.dim, order=order)
+        mean = found.expectation.mean
+        folds[name] = fold_feature_products(statistic, found.observe, mean, mine)
+
+    def update(sums: PilotSums, states: Any, infos: Any) -> PilotSums:
+        features = {
+            name: folds[name][1](old, some_chains(states, SCHEMES[name].chains), infos)
+            for name, old in sums.features.items()
+        }
         return PilotSums(
-            add_step(sums.plus, rows[0]),
-            Total(sums.first.value + away),
-            Total(sums.second.value + away[:, None] * away),
+            add_step(sums.plus, pair_values(statistic, states)[0]),
+            update_pair(sums.pair, states, infos),
+            features,
             add_rates(sums.rates, infos),
         )
 
-    zero = 0 * values(states)
-    totals = Total(zero), Total(zero[:, None] * zero)
-    moments = empty_moments(center, zero.shape[1])
-    return PilotSums(moments, *totals, empty_rates(states)), update
+    moments = empty_moments(pair.center, len(states.plus.position))
+    zeros = {name: zero for name, (zero, _) in folds.items()}
+    return PilotSums(moments, pair, zeros, empty_rates(states)), update
 
 
 class Pilot(NamedTuple):
@@ -253,88 +226,130 @@ class Pilot(NamedTuple):
     decoupling: dict[str, np.ndarray]  # by chain: (settings,)
     ess: np.ndarray  # of the plain chain, per step: (settings, dim)
     rhat: np.ndarray  # (settings, dim)
-    first: np.ndarray  # means of all rows: (settings, rows, chains, dim)
-    second: np.ndarray  # means of their products: (settings, rows, rows, chains, dim)
+    sums: PilotSums  # totals over blocks, with the settings along the first axis
     gradients: int  # spent, over all chains and settings
+    states: Any = None  # after the last step, with the settings along the first axis
 
     @property
-    def chains(self) -> set[str]:
+    def chains(self) -> tuple[str, ...]:
         """The names of the coupled chains."""
-        return {"plus", *self.decoupling}
+        names = {"plus", *self.decoupling}
+        return tuple(name for name in ("plus", "minus", "control") if name in names)
+
+    def setting(self, number: int) -> Any:
+        """The sums for a regression at one setting: pairs, and features by scheme."""
+        sums = self.sums.pair, self.sums.features
+        return jax.tree.map(lambda x: x[number], sums)
 
     def covariance(self, weights: np.ndarray | None = None) -> np.ndarray:
         """Covariances of all rows, chains weighted: (rows, rows, settings, dim)."""
-        first = np.average(self.first, 2, weights)
-        second = np.average(self.second, 3, weights)
-        return np.moveaxis(second - first[:, :, None] * first[:, None], 0, 2)
+        each = [
+            self.setting(i)[0].covariance(weights) for i in range(len(self.num_steps))
+        ]
+        return np.stack(each, 2)
 
 
-def read_pilot(
-    family: Family, grid: Grid, counts: np.ndarray, sums: PilotSums, gradients: int
+def summarize_pilot(
+    family: Family,
+    grid: Grid,
+    counts: np.ndarray,
+    sums: PilotSums,
+    gradients: int,
+    states: Any = None,
 ) -> Pilot:
     """Turn the sums of ``run_grid`` over some counts of steps into a ``Pilot``."""
     moments = [Moments(*(part[:, i] for part in sums.plus)) for i in range(len(counts))]
     estimates = [summarize(each) for each in moments]
 
     def rates(by_chain: dict[str, Any]) -> dict[str, np.ndarray]:
-        return {name: total.sum(0) / counts for name, total in by_chain.items()}
+        return {name: x.mean(-1).sum(0) / counts for name, x in by_chain.items()}
 
+    # What has a row for each block and each setting keeps those of the first block.
+    pair = sums.pair._replace(center=sums.pair.center[0])
+    features = {n: x._replace(center=x.center[0]) for n, x in sums.features.items()}
     return Pilot(
         Grid(*map(np.asarray, grid)),
         family,
         counts,
         rates(sums.rates.acceptance)["plus"],
-        rates(sums.rates.decoupling),
+        rates(sums.rates.decoupled),
         np.stack([each.ess / each.num_draws for each in estimates]),
         np.stack([each.rhat for each in estimates]),
-        np.asarray(sums.first.value) / counts[:, None, None, None],
-        np.asarray(sums.second.value) / counts[:, None, None, None, None],
+        sums._replace(pair=pair, features=features),
         gradients,
+        states,
     )
 
 
 class Trial(NamedTuple):
     """What to run at every setting: made once, so it is compiled once."""
 
+    scheme: str  # the name of the one that uses all the chains
     family: Family
     build: Callable[[Any, Any], SamplingAlgorithm]
-    states: dict[str, Any]
+    states: Any
     fold: tuple[Any, Callable]
-
-    @property
-    def scheme(self) -> str:
-        """The scheme that uses all the chains."""
-        return list(scheme_rows(set(self.states)))[-1]
 
     def cost(self, num_integration_steps: Any) -> np.ndarray:
         """Gradients of the target in a step of all chains."""
-        f, _ = scheme_rows(set(self.states))[self.scheme]
-        num_chains = len(self.states["plus"].position)
-        return num_integration_steps * self.family.cost * len(f) * num_chains
+        targets = SCHEMES[self.scheme].num_targets
+        num_chains = len(self.states.plus.position)
+        return num_integration_steps * self.family.cost * targets * num_chains
 
 
-def set_up(
-    scheme: Callable, family: Family, problem: Problem, positions: Array
+def make_trial(
+    scheme: str,
+    family: Family,
+    problem: Problem,
+    positions: Array,
+    names: Sequence[str] = (),
+    order: Order = "none",
 ) -> Trial:
-    """A trial of a scheme with a family of samplers, from some latent positions."""
-    latent = problem.latent()
+    """A trial of a scheme with a family of samplers, from some latent positions.
+
+    ``names`` and ``order`` are as in ``fold_pilot``.
+    """
 
     def build(step_size: Any, num_integration_steps: Any) -> SamplingAlgorithm:
-        return scheme(family.make(step_size, num_integration_steps), latent)
+        sampler = family.make(step_size, num_integration_steps)
+        return SCHEMES[scheme].build(sampler, problem.logdensity)
 
     states = start(build(0.1, 1), positions)
-    return Trial(family, build, states, fold_pilot(problem.feature(), states))
+    fold = fold_pilot(problem, states, names, order)
+    return Trial(scheme, family, build, states, fold)
 
 
-def explore(
+def run_pilot(
+    key: Array,
+    trial: Trial,
+    grid: Grid,
+    num_steps: ArrayLike,
+    progress: bool = True,
+) -> Pilot:
+    """Run a trial at every setting of a grid; ``num_steps`` may be one for each.
+
+    A third of the steps is a warm-up. All settings have the same starts and keys.
+    """
+    steps = np.broadcast_to(num_steps, len(grid.step_size))
+    warmup, steps = steps // 3, steps - steps // 3
+    grid = Grid(jnp.asarray(grid[0], float), jnp.asarray(grid[1], int))
+    leaps = np.asarray(grid.num_integration_steps)
+    keys = jax.random.split(key)
+    run = partial(run_grid, build=trial.build, grid=grid, fold=trial.fold)
+    states = repeat(trial.states, leaps.size)
+    states, _ = run(keys[0], states=states, num_steps=warmup, progress=progress)
+    states, sums = run(keys[1], states=states, num_steps=steps, progress=progress)
+    spent = int((trial.cost(leaps) * (warmup + steps)).sum())
+    return summarize_pilot(trial.family, grid, steps, sums, spent, states)
+
+
+def run_pilot_for(
     key: Array, trial: Trial, grid: Grid, gradients: float, progress: bool = True
 ) -> Pilot:
     """Run a trial at every setting of a grid, for the same number of gradients each.
 
-    A third of the steps is a warm-up. All settings have the same starts and keys.
     Settings whose trajectories are too long for a dozen steps are left out.
     """
-    family, build, states, fold = trial
     steps = (gradients / trial.cost(grid[1]) / len(grid[1])).astype(int)
     use = steps >= 12
     if not use.any():
@@ -342,39 +357,32 @@ def explore(
             f"{gradients:.2g} gradients are too few for pilot runs of at least "
             f"{grid[1].min()} leapfrog steps: raise the budget, or use fewer chains"
         )
-    warmup, steps = steps[use] // 3, steps[use] - steps[use] // 3
-    grid = Grid(jnp.asarray(grid[0][use], float), jnp.asarray(grid[1][use], int))
-    leaps = np.asarray(grid.num_integration_steps)
-    keys = jax.random.split(key)
-    states = repeat(states, leaps.size)
-    states, _ = run_grid(keys[0], build, grid, states, warmup, fold, progress=progress)
-    _, sums = run_grid(keys[1], build, grid, states, steps, fold, progress=progress)
-    spent = int((trial.cost(leaps) * (warmup + steps)).sum())
-    return read_pilot(family, grid, steps, sums, spent)
+    some = Grid(grid[0][use], grid[1][use])
+    return run_pilot(key, trial, some, steps[use], progress)
 
 
-def measured(pilot: Pilot, scheme: str) -> np.ndarray:
+def measured_efficiency(pilot: Pilot, scheme: str) -> np.ndarray:
     """ESS per gradient: the plain chain's, over the variance left: (settings, dim)."""
-    f, g = scheme_rows(pilot.chains)[scheme]
+    f, g = SCHEMES[scheme].rows(pilot.chains)
     per_step = pilot.grid.num_integration_steps * pilot.family.cost * len(f)
-    left = variance_left(pilot.covariance(), f, g)
-    return pilot.ess / left / per_step[:, None]
+    return pilot.ess / residual_variance(pilot.covariance(), f, g) / per_step[:, None]
 
 
-def smooth(x: np.ndarray, values: np.ndarray, fine: np.ndarray) -> np.ndarray:
+def fit_log_parabola(x: np.ndarray, values: np.ndarray, fine: np.ndarray) -> np.ndarray:
     """A parabola through the logs of positive values (points, dim), read at ``fine``.
 
     Examples
     --------
     >>> x = np.array([0.0, 1.0, 2.0, 3.0])
-    >>> smooth(x, np.exp(x**2)[:, None], np.array([0.0, 1.5])).round(3).tolist()
+    >>> values, fine = np.exp(x**2)[:, None], np.array([0.0, 1.5])
+    >>> fit_log_parabola(x, values, fine).round(3).tolist()
     [[1.0], [9.488]]
     """
     coefficients = np.polyfit(x, np.log(values), min(2, len(x) - 1))
     return np.exp(np.vander(fine, len(coefficients)) @ coefficients)
 
 
-def trusted(pilot: Pilot, quantile: float) -> np.ndarray:
+def trust_weights(pilot: Pilot, quantile: float) -> np.ndarray:
     """How far to trust each setting, from 0 to 1: (settings,).
 
     It falls from 1 to 0 as R-hat goes from 1.1 to 1.3, and is 0 where fewer than a
@@ -411,7 +419,7 @@ class Curve(NamedTuple):
         return int(self.efficiency.argmax())
 
 
-def predict(
+def predict_efficiency(
     pilot: Pilot,
     scheme: str,
     quantile: float = 0.5,
@@ -423,40 +431,42 @@ def predict(
     is that of the measured efficiency of the plain chain. ``weights`` of the chains are
     for resampling.
     """
-    trust = trusted(pilot, quantile)
-    use = np.flatnonzero(trust)[np.argsort(pilot.grid.step_size[trust > 0])]
+    from scipy.interpolate import PchipInterpolator
+
+    sure = trust_weights(pilot, quantile)
+    use = np.flatnonzero(sure)[np.argsort(pilot.grid.step_size[sure > 0])]
     if use.size < 2:
         raise ValueError(
             "fewer than two step sizes can be trusted: proposals are rejected too "
             "often, or the budget is too small"
         )
-    f, g = scheme_rows(pilot.chains)[scheme]
+    f, g = SCHEMES[scheme].rows(pilot.chains)
     power, sizes = pilot.family.power, np.log(pilot.grid.step_size[use])
     rejection = np.clip(1 - pilot.acceptance[use], 1e-6, 1)
     bound = efficiency_bound(1 - rejection, power).sum()
-    constant = measured(pilot, "plain")[use].sum(0) / bound / len(f)
-    left = variance_left(pilot.covariance(weights), f, g)[use]
+    constant = measured_efficiency(pilot, "plain")[use].sum(0) / bound / len(f)
+    rest = residual_variance(pilot.covariance(weights), f, g)[use]
     fine = np.linspace(sizes[0], sizes[-1], 400)
     lost = np.exp(PchipInterpolator(sizes, np.log(rejection))(fine))
-    gain = np.quantile(constant / smooth(sizes, left, fine), quantile, axis=1)
+    gain = np.quantile(constant / fit_log_parabola(sizes, rest, fine), quantile, axis=1)
     gain *= efficiency_bound(1 - lost, power)
-    trust = np.interp(fine, sizes, trust[use])
-    return Curve(np.exp(fine), 1 - lost, gain * trust, trust)
+    weight = np.interp(fine, sizes, sure[use])
+    return Curve(np.exp(fine), 1 - lost, gain * weight, weight)
 
 
-def resample(
+def bootstrap_step_sizes(
     pilot: Pilot, scheme: str, quantile: float, number: int = 50
 ) -> np.ndarray:
     """Recommended step sizes when the chains of a pilot are drawn again: (number,)."""
-    chains = pilot.first.shape[2]
+    chains = pilot.sums.pair.first.value.shape[2]
     counts = np.random.default_rng(0).multinomial(
         chains, np.full(chains, 1 / chains), number
     )
-    curves = [predict(pilot, scheme, quantile, weights) for weights in counts]
+    curves = [predict_efficiency(pilot, scheme, quantile, each) for each in counts]
     return np.array([curve.step_size[curve.best] for curve in curves])
 
 
-class Quick(NamedTuple):
+class Adapted(NamedTuple):
     """A step size for a given acceptance.
 
     Parameters
@@ -467,16 +477,19 @@ class Quick(NamedTuple):
         That of the second half of the adaptation.
     positions
         Where the chains ended.
+    accepted
+        How many proposals each chain accepted.
     gradients
         How many were spent, over all chains.
 
     Examples
     --------
-    >>> from swindles.transport import identity, standard_normal
-    >>> problem = Problem(standard_normal, identity(10), 10)
-    >>> found = quick(jax.random.key(0), problem, num_chains=16)
-    >>> found.positions.shape
-    (16, 10)
+    >>> from swindles.models import Model, make_problem
+    >>> from swindles.transport import standard_normal
+    >>> problem = make_problem(Model(standard_normal, jnp.zeros(10)))
+    >>> found = adapt_step_size(jax.random.key(0), problem, num_chains=16)
+    >>> found.positions.shape, found.accepted.shape
+    ((16, 10), (16,))
     >>> sampler = hmc(found.step_size, found.num_integration_steps)
     """
 
@@ -484,6 +497,7 @@ class Quick(NamedTuple):
     num_integration_steps: int
     acceptance: float
     positions: Float[Array, "chains dim"]
+    accepted: Float[np.ndarray, " chains"]
     gradients: int
 
 
@@ -491,38 +505,61 @@ class Quick(NamedTuple):
 MOST_LEAPS = 64
 
 
-@partial(jax.jit, static_argnames=("family", "logdensity", "num_steps"))
-def adapt(
+def leapfrog_steps(family: Family, length: Any, step_size: Any) -> Any:
+    """How many steps make a trajectory of some length."""
+    most = MOST_LEAPS if family.has_length else 1
+    return jnp.clip(jnp.round(length / step_size), 1, most).astype(int)
+
+
+def dual_averaging(
     key: Array,
     states: Any,
-    length: float,
-    target: float,
+    length: Any,
+    target: Any,
     family: Family,
-    logdensity: LogDensity,
+    logdensity: Callable,
     num_steps: int,
-) -> tuple[Array, Any, Array, Array]:
-    """Step size, states, and acceptance and leapfrog steps along dual averaging."""
-    num_chains, dim = states.position.shape
+) -> tuple[Array, Any, Array, tuple]:
+    """Let all chains adapt one step size.
+
+    Returns it with the states at the end, how often each chain accepted, and the trail:
+    acceptance, leapfrog steps and positions at every step.
+    """
     first, update, final = dual_averaging_adaptation(target)
+    num_chains, dim = states.position.shape
 
     def body(carry: tuple, i: Array) -> tuple[tuple, tuple]:
-        states, average = carry
+        states, average, accepted = carry
         size = jnp.exp(average.log_step_size)
-        most = MOST_LEAPS if family.has_length else 1
-        leaps = jnp.clip(jnp.round(length / size), 1, most).astype(int)
+        leaps = leapfrog_steps(family, length, size)
         step = family.make(size, leaps)(logdensity).step
         states, infos = jax.vmap(step)(step_keys(key, i, num_chains), states)
         rate = jnp.nan_to_num(infos.acceptance_rate).mean()
-        return (states, update(average, rate)), (rate, leaps)
+        carry = states, update(average, rate), accepted + infos.is_accepted
+        return carry, (rate, leaps, states.position)
 
-    begin = states, first(0.1 * dim**-0.25)
-    (states, average), trail = jax.lax.scan(body, begin, jnp.arange(num_steps))
-    return final(average), states, *trail
+    begin = states, first(0.1 * dim**-0.25), jnp.zeros(num_chains)
+    carry, trail = jax.lax.scan(body, begin, jnp.arange(num_steps))
+    return final(carry[1]), carry[0], carry[2], trail
+
+
+def adaptation_program(
+    family: Family, logdensity: Callable, num_steps: int
+) -> Callable:
+    """``dual_averaging`` without the positions on the way, compiled once."""
+
+    def adapt(key: Array, states: Any, length: Array, target: Array) -> tuple:
+        *found, (rates, leaps, _) = dual_averaging(
+            key, states, length, target, family, logdensity, num_steps
+        )
+        return *found, rates, leaps
+
+    return compiled(logdensity, (family, num_steps), lambda: jax.jit(adapt))
 
 
 def check_acceptance(rate: float, target: float, relative_size: float) -> None:
     """Raise ValueError when no sensible step size gives the acceptance wanted."""
-    if rate < target / 2 or relative_size < 1e-4:
+    if not rate > target / 2 or not relative_size > 1e-6:
         raise ValueError(
             "nearly all proposals are rejected unless the steps are tiny (acceptance "
             f"{rate:.0%}, steps {relative_size:.1g} of the chains' spread): the log "
@@ -531,11 +568,12 @@ def check_acceptance(rate: float, target: float, relative_size: float) -> None:
     if rate > (1 + target) / 2 or relative_size > 1e4:
         raise ValueError(
             f"nearly all proposals are accepted, whatever the step size ({rate:.1%}): "
-            "the log density is constant in some direction, so it is no distribution"
+            "the log density is constant in some direction or has no maximum, so it is "
+            "no posterior"
         )
 
 
-def quick(
+def adapt_step_size(
     key: Key[Array, ""],
     problem: Problem,
     family: Family = HMC,
@@ -543,15 +581,19 @@ def quick(
     trajectory_length: float = np.pi / 2,
     num_chains: int = 64,
     num_steps: int = 150,
-) -> Quick:
+    positions: Float[Array, "chains dim"] | None = None,
+) -> Adapted:
     """Find the step size for an acceptance of ``target`` by dual averaging.
 
-    The default target is the family's: 0.95 for HMC.
+    The default target is the family's: 0.95 for HMC. Chains start at ``positions``, by
+    default at draws of N(0, I).
 
     Examples
     --------
-    >>> from swindles.transport import identity, standard_normal
-    >>> found = quick(jax.random.key(0), Problem(standard_normal, identity(10), 10))
+    >>> from swindles.models import Model, make_problem
+    >>> from swindles.transport import standard_normal
+    >>> problem = make_problem(Model(standard_normal, jnp.zeros(10)))
+    >>> found = adapt_step_size(jax.random.key(0), problem)
     >>> 0.9 < found.acceptance < 0.99
     True
     """
@@ -559,31 +601,33 @@ def quick(
     if not 0 < target < 1:
         raise ValueError(f"the target is a rate between 0 and 1, got {target}")
     require_positive(trajectory_length=trajectory_length, num_chains=num_chains)
-    keys, latent = jax.random.split(key), problem.latent()
-    z = jax.random.normal(keys[0], (num_chains, problem.dim))
-    states = start(family.make(0.1, 1)(latent), z)
-    size, states, rates, leaps = adapt(
-        keys[1], states, trajectory_length, target, family, latent, num_steps
-    )
-    rate = float(rates[num_steps // 2 :].mean())
-    check_acceptance(rate, target, float(size) / float(states.position.std()))
-    number = max(round(trajectory_length / float(size)), 1) if family.has_length else 1
-    spent = int(jnp.sum(leaps)) * family.cost * num_chains
-    return Quick(float(size), number, rate, states.position, spent)
+    keys, latent = jax.random.split(key), problem.logdensity
+    if positions is None:
+        positions = jax.random.normal(keys[0], (num_chains, problem.dim))
+    states = start(family.make(0.1, 1)(latent), positions)
+    adapt = adaptation_program(family, latent, num_steps)
+    found = adapt(keys[1], states, jnp.array(trajectory_length), jnp.array(target))
+    size, states, accepted, rates, leaps = found
+    rate, spread = float(rates[num_steps // 2 :].mean()), states.position.std()
+    check_acceptance(rate, target, float(size) / float(spread))
+    number = int(leapfrog_steps(family, trajectory_length, size))
+    spent = int(jnp.sum(leaps)) * family.cost * len(positions)
+    moves = np.asarray(accepted)
+    return Adapted(float(size), number, rate, states.position, moves, spent)
 
 
 # Trajectories that `tune` compares, in units of the chains' standard deviation.
 LENGTHS = np.array([0.4, 0.6, 0.8, 1.0, 1.25, 1.5, 1.8, 2.2, 2.7])
 
 
-def ladder(middle: int) -> np.ndarray:
+def step_counts(middle: int) -> np.ndarray:
     """Nine whole numbers from about a third of ``middle`` to three times it.
 
     Examples
     --------
-    >>> ladder(5).tolist()
+    >>> step_counts(5).tolist()
     [1, 2, 3, 4, 5, 7, 9, 11, 15]
-    >>> ladder(1).tolist()
+    >>> step_counts(1).tolist()
     [1, 2, 3, 4, 5, 6, 7, 8, 9]
     """
     around = np.geomspace(max(middle / 3, 1), 3 * middle, len(LENGTHS))
@@ -592,27 +636,27 @@ def ladder(middle: int) -> np.ndarray:
     return np.sort(np.concatenate([wanted, others[: len(LENGTHS) - wanted.size]]))
 
 
-def grid_of_lengths(begin: Quick) -> Grid:
+def grid_of_lengths(adapted: Adapted) -> Grid:
     """Trajectories of several lengths, with steps near one size."""
-    lengths = LENGTHS * np.std(begin.positions)
-    counts = np.maximum(np.round(lengths / begin.step_size), 1).astype(int)
+    lengths = LENGTHS * np.std(adapted.positions)
+    counts = np.maximum(np.round(lengths / adapted.step_size), 1).astype(int)
     return Grid(lengths / counts, counts)
 
 
 def choose_length(pilot: Pilot, scheme: str, quantile: float) -> int:
     """The setting with the highest measured ESS per gradient, if it can be trusted."""
-    scores = np.quantile(measured(pilot, scheme), quantile, axis=1)
-    return int((scores * trusted(pilot, quantile)).argmax())
+    found = np.quantile(measured_efficiency(pilot, scheme), quantile, axis=1)
+    return int((found * trust_weights(pilot, quantile)).argmax())
 
 
-def divide(grid: Grid, at: int) -> Grid:
+def grid_of_step_counts(grid: Grid, at: int) -> Grid:
     """Steps of several sizes that divide the trajectory of one setting of a grid."""
     number = int(grid.num_integration_steps[at])
-    counts = ladder(number)
+    counts = step_counts(number)
     return Grid(float(grid.step_size[at]) * number / counts, counts)
 
 
-def spread_sizes(step_size: float) -> Grid:
+def grid_of_step_sizes(step_size: float) -> Grid:
     """Nine step sizes around one, for samplers without trajectories."""
     sizes = step_size * np.geomspace(1 / 3, 3, len(LENGTHS))
     return Grid(sizes, np.ones(len(LENGTHS), int))
@@ -644,10 +688,10 @@ class Tuning(NamedTuple):
 
     Examples
     --------
-    >>> from swindles.antithetic import plain
-    >>> from swindles.transport import identity
-    >>> problem = Problem(lambda x: -jnp.sum(jnp.cosh(x)), identity(5), 5)
-    >>> tuning = tune(jax.random.key(0), plain, problem, MALA, 16, budget=2e4)
+    >>> from swindles.models import Model, make_problem
+    >>> model = Model(lambda x: -jnp.sum(jnp.cosh(x)), jnp.zeros(5))
+    >>> problem, key = make_problem(model), jax.random.key(0)
+    >>> tuning = tune(key, "plain", problem, MALA, 16, budget=2e4)
     >>> print(tuning)  # doctest: +ELLIPSIS
     MALA, plain: step size ..., 1 to a trajectory
     acceptance ..., 19,968 gradients spent
@@ -673,60 +717,73 @@ class Tuning(NamedTuple):
 
     def warnings(self) -> list[str]:
         """Reasons not to trust the settings, in words; empty when there are none."""
-        return doubts(self)
+        found, sizes, curve = [], self.sizes, self.curve
+        rhat = np.quantile(sizes.rhat, 1 - self.quantile, axis=1).min()
+        if rhat > 1.1:
+            found.append(
+                f"R-hat is {rhat:.2f} or more in all pilot runs: give a larger budget"
+            )
+        if self.lengths is not None:
+            best = choose_length(self.lengths, self.scheme, self.quantile)
+            if best == len(self.lengths.num_steps) - 1:
+                found.append(
+                    "the longest trajectory is the best: longer ones may be better"
+                )
+        free = curve.step_size[(curve.efficiency / curve.trust.clip(1e-9)).argmax()]
+        if free < 0.9 * curve.step_size[curve.best]:
+            found.append("R-hat forbids smaller steps: a larger budget may allow them")
+        if curve.best == 0:
+            found.append("the smallest step is the best: smaller ones may be better")
+        return found
 
     def __str__(self) -> str:
         """The settings, and the table of the step sizes behind them."""
-        return "\n".join(describe(self))
+        pilot, (low, high) = self.sizes, self.interval
+        f, g = SCHEMES[self.scheme].rows(pilot.chains)
+        rest = np.median(residual_variance(pilot.covariance(), f, g), axis=1)
+        rhat = np.quantile(pilot.rhat, 1 - self.quantile, axis=1)
+        found = measured_efficiency(pilot, self.scheme)
+        found = np.quantile(found, self.quantile, axis=1)
+        _, guess = self.curve.at(pilot.grid.step_size)
+        rows = zip(*pilot.grid, pilot.acceptance, rest, rhat, found, guess, strict=True)
+        lines = [
+            f"{pilot.family.name}, {self.scheme}: step size {self.step_size:.3g} "
+            f"({low:.2g} to {high:.2g}), {self.num_integration_steps} to a trajectory",
+            f"acceptance {self.acceptance:.4f}, {self.gradients:,} gradients spent",
+            "   step  leaps  accept    left  R-hat  ESS/grad  predicted",
+            *(
+                f"{size:7.3f}{leaps:7d}{rate:8.4f}{v:8.4f}{r:7.2f}{ess:10.3g}{p:11.3g}"
+                for size, leaps, rate, v, r, ess, p in rows
+            ),
+        ]
+        return "\n".join([*lines, *self.warnings()])
 
     def plot(self) -> Any:
         """Draw the evidence; returns a matplotlib figure."""
-        return draw(self)
-
-
-def doubts(tuning: Tuning) -> list[str]:
-    """What speaks against the settings of a ``Tuning``."""
-    found, sizes, curve = [], tuning.sizes, tuning.curve
-    rhat = np.quantile(sizes.rhat, 1 - tuning.quantile, axis=1).min()
-    if rhat > 1.1:
-        found.append(
-            f"R-hat is {rhat:.2f} or more in all pilot runs: give a larger budget"
-        )
-    if tuning.lengths is not None:
-        best = choose_length(tuning.lengths, tuning.scheme, tuning.quantile)
-        if best == len(LENGTHS) - 1:
-            found.append(
-                "the longest trajectory is the best: longer ones may be better"
-            )
-    free = curve.step_size[(curve.efficiency / curve.trust.clip(1e-9)).argmax()]
-    if free < 0.9 * curve.step_size[curve.best]:
-        found.append("R-hat forbids smaller steps: a larger budget may allow them")
-    if curve.best == 0:
-        found.append("the smallest step is the best: smaller ones may be better")
-    return found
-
-
-def describe(tuning: Tuning) -> list[str]:
-    """A ``Tuning`` as lines of text."""
-    pilot, scheme, quantile = tuning.sizes, tuning.scheme, tuning.quantile
-    low, high = tuning.interval
-    f, g = scheme_rows(pilot.chains)[scheme]
-    left = np.median(variance_left(pilot.covariance(), f, g), axis=1)
-    rhat = np.quantile(pilot.rhat, 1 - quantile, axis=1)
-    found = np.quantile(measured(pilot, scheme), quantile, axis=1)
-    _, guess = tuning.curve.at(pilot.grid.step_size)
-    rows = zip(*pilot.grid, pilot.acceptance, left, rhat, found, guess, strict=True)
-    return [
-        f"{pilot.family.name}, {scheme}: step size {tuning.step_size:.3g} "
-        f"({low:.2g} to {high:.2g}), {tuning.num_integration_steps} to a trajectory",
-        f"acceptance {tuning.acceptance:.4f}, {tuning.gradients:,} gradients spent",
-        "   step  leaps  accept    left  R-hat  ESS/grad  predicted",
-        *(
-            f"{size:7.3f}{leaps:7d}{rate:8.4f}{rest:8.4f}{r:7.2f}{ess:10.3g}{p:11.3g}"
-            for size, leaps, rate, rest, r, ess, p in rows
-        ),
-        *tuning.warnings(),
-    ]
+        plt = need("matplotlib.pyplot", "plot")
+        pilot, scheme, quantile = self.sizes, self.scheme, self.quantile
+        figure, axes = plt.subplots(1, 2, figsize=(7, 3.2))
+        if self.lengths is not None:
+            grid = self.lengths.grid
+            found = measured_efficiency(self.lengths, scheme)
+            found = np.quantile(found, quantile, axis=1)
+            axes[0].plot(grid.step_size * grid.num_integration_steps, found, "o-")
+            axes[0].axvline(self.step_size * self.num_integration_steps, color="0.7")
+            axes[0].set(xlabel="trajectory length", ylabel="ESS per gradient")
+        else:
+            axes[0].plot(pilot.grid.step_size, pilot.acceptance, "o-")
+            axes[0].axvline(self.step_size, color="0.7")
+            axes[0].set(xlabel="step size", ylabel="acceptance")
+        found = np.quantile(measured_efficiency(pilot, scheme), quantile, axis=1)
+        lost, curve = 1 - pilot.acceptance, self.curve
+        axes[1].semilogx(lost[lost < 0.5], found[lost < 0.5], "o", label="measured")
+        use = curve.acceptance > 0.5
+        shown = 1 - curve.acceptance[use], curve.efficiency[use]
+        axes[1].plot(*shown, label="predicted")
+        axes[1].axvline(1 - self.acceptance, color="0.7")
+        axes[1].legend()
+        acceptance_axis(axes[1])
+        return figure
 
 
 def acceptance_axis(axis: Any) -> None:
@@ -739,35 +796,13 @@ def acceptance_axis(axis: Any) -> None:
     axis.set(xlim=(high, low), xlabel="acceptance")
 
 
-def draw(tuning: Tuning) -> Any:
-    """A figure of what a ``Tuning`` found."""
-    import matplotlib.pyplot as plt
-
-    pilot, scheme, quantile = tuning.sizes, tuning.scheme, tuning.quantile
-    figure, axes = plt.subplots(1, 2, figsize=(7, 3.2))
-    if tuning.lengths is not None:
-        grid = tuning.lengths.grid
-        found = np.quantile(measured(tuning.lengths, scheme), quantile, axis=1)
-        axes[0].plot(grid.step_size * grid.num_integration_steps, found, "o-")
-        axes[0].axvline(tuning.step_size * tuning.num_integration_steps, color="0.7")
-        axes[0].set(xlabel="trajectory length", ylabel="ESS per gradient")
-    else:
-        axes[0].plot(pilot.grid.step_size, pilot.acceptance, "o-")
-        axes[0].axvline(tuning.step_size, color="0.7")
-        axes[0].set(xlabel="step size", ylabel="acceptance")
-    found = np.quantile(measured(pilot, scheme), quantile, axis=1)
-    lost, curve = 1 - pilot.acceptance, tuning.curve
-    axes[1].semilogx(lost[lost < 0.5], found[lost < 0.5], "o", label="measured")
-    use = curve.acceptance > 0.5
-    axes[1].plot(1 - curve.acceptance[use], curve.efficiency[use], label="predicted")
-    axes[1].axvline(1 - tuning.acceptance, color="0.7")
-    axes[1].legend()
-    acceptance_axis(axes[1])
-    return figure
-
-
-def check_request(problem: Problem, num_chains: int, quantile: float) -> None:
+def check_request(scheme: str, num_chains: int, quantile: float) -> None:
     """Raise ValueError for what ``tune`` cannot do."""
+    if find_scheme(scheme).stein:
+        raise ValueError(
+            f'{scheme} is tuned as it is without Stein features: say "'
+            f'{scheme.removesuffix("+stein").replace("stein", "plain")}"'
+        )
     if num_chains < 16:
         raise ValueError(
             f"{num_chains} chains are too few to tune with: use 16 or more"
@@ -776,16 +811,13 @@ def check_request(problem: Problem, num_chains: int, quantile: float) -> None:
         raise ValueError(
             f"quantile is {quantile}: from 0 (the worst statistic) to 1 (the best)"
         )
-    shape = jax.eval_shape(problem.latent(), jnp.zeros(problem.dim)).shape
-    if shape != ():
-        raise ValueError(f"the log density must be one number, got shape {shape}")
 
 
-def conclude(
+def recommend(
     scheme: str, lengths: Pilot | None, sizes: Pilot, quantile: float, gradients: int
 ) -> Tuning:
     """Settings from pilot runs: the best step size, divided into the length."""
-    curve = predict(sizes, scheme, quantile)
+    curve = predict_efficiency(sizes, scheme, quantile)
     size, number = float(curve.step_size[curve.best]), 1
     if lengths is not None:
         length = float(sizes.grid.step_size[0] * sizes.grid.num_integration_steps[0])
@@ -793,7 +825,7 @@ def conclude(
         number = int(numbers[curve.at(length / numbers)[1].argmax()])
         size = length / number
     rate = float(curve.at(size)[0])
-    low, high = np.quantile(resample(sizes, scheme, quantile), [0.05, 0.95])
+    low, high = np.quantile(bootstrap_step_sizes(sizes, scheme, quantile), [0.05, 0.95])
     return Tuning(
         scheme,
         size,
@@ -810,7 +842,7 @@ def conclude(
 
 def tune(
     key: Key[Array, ""],
-    scheme: Callable,
+    scheme: str,
     problem: Problem,
     family: Family = HMC,
     num_chains: int = 64,
@@ -823,7 +855,7 @@ def tune(
     Parameters
     ----------
     scheme
-        ``plain``, ``antithetic``, ``control`` or ``cva``.
+        "plain", "antithetic", "control" or "cva".
     budget
         How many gradients of the target to spend, over all chains.
     quantile
@@ -831,29 +863,32 @@ def tune(
 
     Examples
     --------
-    >>> from swindles.control import control
+    >>> from swindles.models import make_problem
     >>> from swindles.targets import skewed
     >>> from swindles.transport import laplace
     >>> target = skewed(dim=5)
     >>> to_x = laplace(target.logdensity, jnp.zeros(5))
-    >>> problem = Problem(target.logdensity, to_x, 5)
-    >>> tuning = tune(jax.random.key(0), control, problem, budget=3e5)
+    >>> problem = make_problem(target).through(to_x)
+    >>> tuning = tune(jax.random.key(0), "control", problem, num_chains=32, budget=1e5)
     >>> 0.5 < tuning.acceptance < 1
     True
     """
-    check_request(problem, num_chains, quantile)
+    check_request(scheme, num_chains, quantile)
     keys = jax.random.split(key, 3)
-    begin = quick(keys[0], problem, family, num_chains=num_chains)
-    trial = set_up(scheme, family, problem, begin.positions)
-    rest = max(budget - begin.gradients, budget / 2)
+    adapted = adapt_step_size(keys[0], problem, family, num_chains=num_chains)
+    trial = make_trial(scheme, family, problem, adapted.positions)
+    rest = max(budget - adapted.gradients, budget / 2)
     share = rest / (2 if family.has_length else 1)
-    lengths, grid = None, spread_sizes(begin.step_size)
+    lengths, grid = None, grid_of_step_sizes(adapted.step_size)
     if family.has_length:
-        lengths = explore(keys[1], trial, grid_of_lengths(begin), share, progress)
-        grid = divide(lengths.grid, choose_length(lengths, trial.scheme, quantile))
-    sizes = explore(keys[2], trial, grid, share, progress)
-    spent = sum(part.gradients for part in (begin, sizes, lengths) if part is not None)
-    return conclude(trial.scheme, lengths, sizes, quantile, spent)
+        tried = grid_of_lengths(adapted)
+        lengths = run_pilot_for(keys[1], trial, tried, share, progress)
+        best = choose_length(lengths, scheme, quantile)
+        grid = grid_of_step_counts(lengths.grid, best)
+    sizes = run_pilot_for(keys[2], trial, grid, share, progress)
+    parts = adapted, sizes, lengths
+    spent = sum(part.gradients for part in parts if part is not None)
+    return recommend(scheme, lengths, sizes, quantile, spent)
 
 
 def with_integrator(name: str, integrator: Callable, order: int, cost: int) -> Family:

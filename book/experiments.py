@@ -4,7 +4,8 @@ Mirrored from book/experiments.md: edit there, then run `make mirror`.
 """
 
 import argparse
-import os
+import math
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
@@ -15,49 +16,29 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from swindles import style, targets, transport, tuning
-from swindles.antithetic import (
-    Result,
-    antithetic,
-    estimate_pairs,
-    fold_pairs,
-    pair_values,
-    plain,
-)
-from swindles.control import (
-    Expectation,
-    control,
-    draw_expectation,
-    estimate_controls,
-    feature_values,
-    fold_controls,
-)
-from swindles.coupling import Sampler, record, run, start
-from swindles.cva import cva
-from swindles.latent import Problem, known_expectation
-from swindles.pipeline import (
+from pipeline import (
     Experiment,
     Row,
     Table,
     as_table,
-    fingerprint,
     finish,
     peak_memory,
     read_rows,
     table_path,
 )
-from swindles.tuning import HMC, MALA, RANDOM_WALK
+
+from swindles import style, targets
+from swindles.antithetic import Result, fold_series, pair_values
+from swindles.control import Expectation, control_values, reference_mean
+from swindles.coupling import record, run, start
+from swindles.models import Model, Problem, make_problem
+from swindles.neutra import load_map
+from swindles.schemes import SCHEMES, Plan, finish_run, learn, plan_series
+from swindles.transport import Schedule, Transport, fit_affine, laplace
+from swindles.tuning import HMC, MALA, RANDOM_WALK, tune
 
 FAMILIES = {"hmc": HMC, "mala": MALA, "rwm": RANDOM_WALK}
-
-
-SCHEMES: dict[str, Callable] = {
-    "plain": plain,
-    "antithetic": antithetic,
-    "control": control,
-    "cva": cva,
-}
+PAPER_SCHEMES = ("plain", "antithetic", "control", "cva")
 
 
 class Job(NamedTuple):
@@ -65,7 +46,7 @@ class Job(NamedTuple):
 
     posterior: str
     sampler: str  # of ``FAMILIES``
-    scheme: str  # of ``SCHEMES``
+    scheme: str  # of ``PAPER_SCHEMES``
     settings: str  # where step size and trajectory length come from
     repeat: int
 
@@ -96,9 +77,14 @@ SIZES: dict[str, dict[str, Size]] = {
         "sparse": Size(4096, 500, 10, 256, 1e7),
         "item": Size(2048, 500, 10, 256, 1e7),
     },
+    "smoke": {"logistic": Size(32, 50, 3, 16, 1e5)},
     "wide": {"item": Size(256, 500, 1)},
-    "test": {"logistic": Size(16, 20, 2, 16, 2e5)},
 }
+
+
+def is_conclusive() -> bool:
+    """Whether the book's runs are large enough to find anything out."""
+    return style.scale() != "smoke"
 
 
 # Step sizes for plain, antithetic, control and CVA, from the paper's code; for HMC with
@@ -119,71 +105,98 @@ PUBLISHED: dict[tuple[str, str], list[tuple[float, int]]] = {
 FLOW = Path(str(files("swindles"))) / "data" / "sparse_flow.npz"
 
 
-@lru_cache(maxsize=1)
-def prepare(posterior: str) -> tuple[Problem, Expectation]:
-    """A posterior with its map and statistics, and what is known under Q."""
-    if posterior == "sparse":
-        target = targets.sparse_logistic_regression()
-        to_x: Any = transport.load(FLOW)
-    else:
-        target = {
-            "logistic": targets.logistic_regression,
-            "item": targets.item_response,
-        }[posterior]()
-        begin = transport.laplace(target.logdensity, jnp.zeros(target.dim))
-        plan = transport.Schedule(num_steps=500, batch=32, learning_rate=1e-3)
-        key = jax.random.key(1)
-        fit = transport.fit_affine(key, target.logdensity, begin, plan)
-        to_x = fit.transport
-    problem = Problem(target.logdensity, to_x, target.dim)
-    center = jnp.asarray(known_expectation(jax.random.key(4), problem).mean, float)
-    problem = problem._replace(statistic=partial(mean_and_variance, center))
-    return problem, known_expectation(jax.random.key(5), problem, 1_000_000)
+def load_posterior(name: str) -> tuple[Model, Transport]:
+    """A posterior, whose statistics see the position as it is, and its map."""
+    make = {
+        "logistic": targets.logistic_regression,
+        "item": targets.item_response,
+        "sparse": targets.sparse_logistic_regression,
+    }[name]
+    model = make()._replace(constrain=lambda x: x)
+    if name == "sparse":
+        return model, load_map(FLOW)
+    begin = laplace(model.logdensity, jnp.zeros(model.dim))
+    plan = Schedule(num_steps=500, batch=32, learning_rate=1e-3)
+    fit = fit_affine(jax.random.key(1), model.logdensity, begin, plan)
+    return model, fit.transport
 
 
-def mean_and_variance(center: jax.Array, x: jax.Array) -> dict[str, jax.Array]:
+def mean_and_variance(center: Any, x: Any) -> dict[str, Any]:
     """The statistics of all experiments."""
     return {"mean": x, "variance": (x - center) ** 2}
 
 
-Fold = tuple[Any, Callable]
+@lru_cache(maxsize=1)
+def prepare(posterior: str) -> tuple[Problem, Expectation]:
+    """A posterior with its statistics in latent space, and what is known under Q."""
+    if posterior == "held-out":
+        problem = held_out_problem()
+    else:
+        model, to_x = load_posterior(posterior)
+        means = make_problem(model).through(to_x)
+        center = jnp.asarray(reference_mean(jax.random.key(4), means).mean, float)
+        statistics = partial(mean_and_variance, center)
+        problem = make_problem(model, statistics).through(to_x)
+    return problem, reference_mean(jax.random.key(5), problem, 1_000_000)
+
+
+def held_out_problem() -> Problem:
+    """The posterior of nine tenths of the data; probabilities of the other labels."""
+    model = targets.logistic_regression(held_out=0.1)
+    model = model._replace(constrain=lambda x: x)
+    assert model.held_out is not None
+    score = model.held_out
+    to_x = laplace(model.logdensity, jnp.zeros(model.dim))
+    return make_problem(model, lambda x: jnp.exp(score(x))).through(to_x)
+
+
+class Setup(NamedTuple):
+    """What the repeats of a pair have in common."""
+
+    algorithm: Any
+    plan: Plan
+    learned: Any  # the sums that the coefficients come from
+    fold: tuple[Any, Callable]
+    observe: Callable[[Any, Any], Any]  # from states and infos to Z: (chains, dim)
 
 
 @lru_cache(maxsize=1)
-def build(
-    posterior: str, sampler: Sampler, scheme: str, chains: int
-) -> tuple[Any, Fold]:
-    """The coupled algorithm and its running sums, once for all repeats."""
-    problem, known = prepare(posterior)
-    algorithm = SCHEMES[scheme](sampler, problem.latent())
-    states = start(
-        algorithm, jax.random.normal(jax.random.key(0), (chains, problem.dim))
+def set_up(job: Job, step_size: float, leaps: int, size: Size) -> Setup:
+    """Build the algorithm of a job and learn its coefficients; repeats share them."""
+    problem, known = prepare(job.posterior)
+    sampler = FAMILIES[job.sampler].make(step_size, leaps)
+    algorithm = SCHEMES[job.scheme].build(sampler, problem.logdensity)
+    states, draws = begin(7, algorithm, problem, size), size.chains * size.steps
+    key, warmup = jax.random.key(8), size.steps
+    states, plan, learned = learn(
+        key, algorithm, states, problem, job.scheme, warmup, draws, known, "none"
     )
-    if "control" in states:
-        return algorithm, fold_controls(problem.feature(), states, known, full=False)
-    return algorithm, fold_pairs(problem.feature(), states)
+    series = plan_series(plan, problem.statistic)
+
+    def observe(states: Any, infos: Any) -> Any:
+        plain, swindled = series(states)
+        return plain if swindled is None else swindled
+
+    return Setup(algorithm, plan, learned, fold_series(series, states), observe)
 
 
-@lru_cache(maxsize=1)
-def make_sampler(family: str, step_size: float, leaps: int) -> Sampler:
-    """The same function for the same settings, so that it is compiled once."""
-    return FAMILIES[family].make(step_size, leaps)
+def begin(seed: int, algorithm: Any, problem: Problem, size: Size) -> Any:
+    """States of all chains at draws of Q."""
+    z = jax.random.normal(jax.random.key(seed), (size.chains, problem.dim))
+    return start(algorithm, z)
 
 
 def sample(job: Job, step_size: float, leaps: int, size: Size) -> tuple[Result, float]:
     """Do the run of a job: the result, and the seconds of its second half."""
-    problem, known = prepare(job.posterior)
-    sampler = make_sampler(job.sampler, step_size, leaps)
-    algorithm, fold = build(job.posterior, sampler, job.scheme, size.chains)
-    keys = jax.random.split(jax.random.key(1000 + job.repeat), 3)
-    states = start(algorithm, jax.random.normal(keys[0], (size.chains, problem.dim)))
-    states, _ = run(keys[1], algorithm, states, size.steps, fold, progress=False)
-    begin = time.perf_counter()
-    _, sums = run(keys[2], algorithm, states, size.steps, fold, progress=False)
-    seconds = time.perf_counter() - begin
-    if "control" in states:
-        return estimate_controls(sums, known), seconds
-    return estimate_pairs(sums), seconds
+    setup = set_up(job._replace(repeat=0), step_size, leaps, size)
+    algorithm, fold = setup.algorithm, setup.fold
+    states = begin(1000 + job.repeat, algorithm, prepare(job.posterior)[0], size)
+    keys = jax.random.split(jax.random.key(5000 + job.repeat))
+    states, _ = run(keys[0], algorithm, states, size.steps, fold, progress=False)
+    clock = time.perf_counter()
+    _, sums = run(keys[1], algorithm, states, size.steps, fold, progress=False)
+    seconds = time.perf_counter() - clock
+    return finish_run(sums, setup.plan, setup.learned), seconds
 
 
 Settings = dict[str, list[Row]]  # what was tuned, by the name of the job
@@ -192,7 +205,7 @@ Settings = dict[str, list[Row]]  # what was tuned, by the name of the job
 def settings_of(job: Job, tuned: Settings) -> tuple[float, int]:
     """Step size and leapfrog steps of a job."""
     if job.settings == "published":
-        at = list(SCHEMES).index(job.scheme)
+        at = PAPER_SCHEMES.index(job.scheme)
         return PUBLISHED[job.posterior, job.sampler][at]
     found = tuned[job._replace(repeat=0).name][0]
     return float(found["step_size"]), int(found["leaps"])
@@ -202,14 +215,14 @@ def measure_efficiency(tuned: Settings, size: Size, job: Job) -> list[Row]:
     """Run a job; one row for each statistic and dimension."""
     step_size, leaps = settings_of(job, tuned)
     result, seconds = sample(job, step_size, leaps, size)
-    pairs = 1 + ("minus" in result.rates["acceptance"])
+    pairs = SCHEMES[job.scheme].num_targets
     rates = result.rates["decoupling"]
     common = {
         "step_size": step_size,
         "leaps": leaps,
         "chains": size.chains,
         "steps": size.steps,
-        "seconds": short(seconds),
+        "seconds": seconds,
         "gradients": pairs * size.chains * size.steps * leaps,
         "acceptance": result.rates["acceptance"]["plus"],
         "decoupling_control": rates.get("control", np.nan),
@@ -219,9 +232,17 @@ def measure_efficiency(tuned: Settings, size: Size, job: Job) -> list[Row]:
     return [common | row for row in by_dimension(result)]
 
 
-def short(number: float) -> str:
-    """Four digits are enough."""
-    return f"{number:.4g}"
+def to_error(number: float, error: float) -> str:
+    """A number with as many decimals as two digits of its error have.
+
+    Examples
+    --------
+    >>> to_error(-0.7351626, 0.00034), to_error(12.3456, 25.0)
+    ('-0.73516', '12')
+    """
+    if not 0 < error < math.inf:
+        return f"{number:.9g}"
+    return f"{number:.{max(1 - math.floor(math.log10(error)), 0)}f}"
 
 
 def by_dimension(result: Result) -> Iterator[Row]:
@@ -229,25 +250,26 @@ def by_dimension(result: Result) -> Iterator[Row]:
     estimate = result.estimate
     dim = estimate.mean.size // 2
     missing = np.full(2 * dim, np.nan)
-    columns = {
-        "mcse": estimate.mcse,
-        "ess": estimate.ess,
-        "rhat": estimate.rhat,
-        "rho_control": result.rho.get("control", missing),
-        "rho_antithetic": result.rho.get("minus", missing),
-    }
+    rho = [result.rho.get(name, missing) for name in ("control", "minus")]
     for i in range(2 * dim):
-        which = {"statistic": ("mean", "variance")[i // dim], "dimension": i % dim}
-        which["estimate"] = f"{estimate.mean[i]:.9g}"
-        yield which | {name: short(values[i]) for name, values in columns.items()}
+        yield {
+            "statistic": ("mean", "variance")[i // dim],
+            "dimension": i % dim,
+            "estimate": to_error(estimate.mean[i], estimate.mcse[i]),
+            "mcse": f"{estimate.mcse[i]:.3g}",
+            "ess": f"{estimate.ess[i]:.3g}",
+            "rhat": estimate.rhat[i],
+            "rho_control": rho[0][i],
+            "rho_antithetic": rho[1][i],
+        }
 
 
 def measure_settings(size: Size, job: Job) -> list[Row]:
     """Tune a scheme; one row."""
     problem, family = prepare(job.posterior)[0], FAMILIES[job.sampler]
-    found = tuning.tune(
+    found = tune(
         jax.random.key(0),
-        SCHEMES[job.scheme],
+        job.scheme,
         problem,
         family,
         size.pilot_chains,
@@ -270,37 +292,6 @@ def measure_settings(size: Size, job: Job) -> list[Row]:
 MODELS = {"plain": 1, "antithetic": 2, "control": 2, "cva": 4}
 
 
-@lru_cache(maxsize=1)
-def prepare_prediction() -> tuple[Problem, Any, Expectation]:
-    """The posterior of nine tenths of the data, its mode, and what Q predicts."""
-    target = targets.logistic_regression(held_out=0.1)
-    assert target.held_out is not None
-    score = target.held_out
-    to_x = transport.laplace(target.logdensity, jnp.zeros(target.dim))
-    problem = Problem(target.logdensity, to_x, target.dim, lambda x: jnp.exp(score(x)))
-    origin = jnp.zeros(target.dim)
-    known = draw_expectation(jax.random.key(6), problem.feature(), origin, 1_000_000)
-    return problem, problem.feature()(origin), known
-
-
-def swindled(f: Any, g: Any | None, known: np.ndarray) -> np.ndarray:
-    """f, less what g predicts with coefficients from the other half of the chains.
-
-    Both have shape (steps, chains, points).
-    """
-    if g is None:
-        return np.asarray(f, np.float64)
-    f, g = np.asarray(f, np.float64), np.asarray(g, np.float64) - known
-    half = f.shape[1] // 2
-    parts = [(slice(half), slice(half, None)), (slice(half, None), slice(half))]
-    rest = np.empty_like(f)
-    for here, other in parts:
-        x = g[:, other] - g[:, other].mean((0, 1))
-        beta = (x * f[:, other]).sum((0, 1)) / (x**2).sum((0, 1))
-        rest[:, here] = f[:, here] - beta * g[:, here]
-    return rest
-
-
 def held_out_loss(prediction: np.ndarray) -> np.ndarray:
     """Mean negative log likelihood of predictions, cut off at one in a million."""
     return -np.log(np.clip(prediction, 1e-6, 1)).mean(-1)
@@ -308,63 +299,48 @@ def held_out_loss(prediction: np.ndarray) -> np.ndarray:
 
 def measure_prediction(tuned: Settings, size: Size, job: Job) -> list[Row]:
     """Held-out losses of averages over 1, 2, 4, ... steps; one row for each."""
-    problem, mode, known = prepare_prediction()
-    alike = job._replace(posterior="logistic")
-    sampler = make_sampler(job.sampler, *settings_of(alike, tuned))
-    algorithm, observe = predictor(sampler, job.scheme)
-    keys = jax.random.split(jax.random.key(2000 + job.repeat), 3)
-    states = start(algorithm, jax.random.normal(keys[0], (size.chains, problem.dim)))
-    states, _ = run(keys[1], algorithm, states, size.steps, progress=False)
-    _, (f, g) = record(keys[2], algorithm, states, 256, observe, progress=False)
-    rest = swindled(f, g, known.mean)
-    rows = []
+    settings = settings_of(job._replace(posterior="logistic"), tuned)
+    setup = set_up(job._replace(repeat=0), *settings, size)
+    problem = prepare(job.posterior)[0]
+    states = begin(2000 + job.repeat, setup.algorithm, problem, size)
+    keys = jax.random.split(jax.random.key(6000 + job.repeat))
+    states, _ = run(keys[0], setup.algorithm, states, size.steps, progress=False)
+    _, found = record(keys[1], setup.algorithm, states, 256, setup.observe, False)
+    rest, rows = found.astype(np.float64), []
     for steps in 2 ** np.arange(9):
         loss = held_out_loss(rest[:steps].mean(0))
         low, middle, high = np.quantile(loss, [0.25, 0.5, 0.75])
-        models = steps * MODELS[job.scheme] + (g is not None)
+        models = steps * MODELS[job.scheme] + SCHEMES[job.scheme].has_control
         rows.append({"models": models, "loss": middle, "low": low, "high": high})
-    best, everything = held_out_loss(np.asarray(mode)), held_out_loss(rest.mean((0, 1)))
-    return [row | {"map": best, "everything": everything} for row in rows]
+    mode = held_out_loss(np.asarray(problem.statistic(problem.position)))
+    everything = held_out_loss(rest.mean((0, 1)))
+    rows = [row | {"map": mode, "everything": everything} for row in rows]
+    return [{name: f"{x:.7g}" for name, x in row.items()} for row in rows]
 
 
-def predictions(feature: Callable, states: dict, infos: dict) -> tuple[Any, Any]:
-    """Averages over X+ and X-, and over Y and -Y; None without a control chain."""
-    f = pair_values(feature, states).mean(0)
-    if "control" not in states:
-        return f, None
-    return f, feature_values(feature, states).mean(0)
-
-
-@lru_cache(maxsize=1)
-def predictor(sampler: Sampler, scheme: str) -> tuple[Any, Callable]:
-    """The algorithm and what to observe, once for all repeats."""
-    problem = prepare_prediction()[0]
-    observe = partial(predictions, problem.feature())
-    return SCHEMES[scheme](sampler, problem.latent()), observe
-
-
-def four_ends(feature: Callable, place: int, states: dict, infos: dict) -> Row:
+def four_ends(statistic: Callable, place: int, states: Any, infos: Any) -> Row:
     """One statistic at X+, X-, Y and -Y, and which proposals were accepted."""
-    x, y = pair_values(feature, states), feature_values(feature, states)
+    x, y = pair_values(statistic, states), control_values(statistic, states)
     ends = {"plus": x[0], "minus": x[1], "control": y[0], "mirrored": y[1]}
-    moves = {f"accepted_{name}": info.is_accepted for name, info in infos.items()}
+    by_chain = infos._asdict().items()
+    moves = {f"accepted_{name}": info.is_accepted for name, info in by_chain}
     return {name: values[:, place] for name, values in ends.items()} | moves
 
 
 def measure_traces(tuned: Settings, size: Size, job: Job) -> list[Row]:
     """Thirty steps of sixteen sets of coupled chains; one row for each step and set."""
     problem, known = prepare(job.posterior)
-    sampler = make_sampler(job.sampler, *settings_of(job, tuned))
-    algorithm = SCHEMES[job.scheme](sampler, problem.latent())
-    keys = jax.random.split(jax.random.key(3000 + job.repeat), 3)
-    states = start(algorithm, jax.random.normal(keys[0], (16, problem.dim)))
-    states, _ = run(keys[1], algorithm, states, size.steps, progress=False)
-    observe = partial(four_ends, problem.feature(), problem.dim)  # a variance
-    _, trace = record(keys[2], algorithm, states, 30, observe, progress=False)
+    sampler = FAMILIES[job.sampler].make(*settings_of(job, tuned))
+    algorithm = SCHEMES[job.scheme].build(sampler, problem.logdensity)
+    states = begin(3000 + job.repeat, algorithm, problem, size._replace(chains=16))
+    keys = jax.random.split(jax.random.key(7000 + job.repeat))
+    states, _ = run(keys[0], algorithm, states, size.steps, progress=False)
+    observe = partial(four_ends, problem.statistic, problem.dim)  # a variance
+    _, trace = record(keys[1], algorithm, states, 30, observe, progress=False)
     expected = {"expected": float(known.mean[problem.dim])}
     return [
         {"step": step, "chain": chain}
-        | {name: short(values[step, chain]) for name, values in trace.items()}
+        | {name: float(values[step, chain]) for name, values in trace.items()}
         | expected
         for step in range(30)
         for chain in range(16)
@@ -377,7 +353,7 @@ def all_pairs(sizes: dict[str, Size]) -> list[Job]:
         Job(posterior, sampler, scheme, "tuned", 0)
         for posterior, size in sizes.items()
         for sampler in FAMILIES
-        for scheme in SCHEMES
+        for scheme in PAPER_SCHEMES
         if size.budget
     ]
 
@@ -388,7 +364,7 @@ def efficiency_jobs(sizes: dict[str, Size]) -> list[Job]:
         Job(posterior, sampler, scheme, "published", 0)
         for posterior, size in sizes.items()
         for sampler in FAMILIES
-        for scheme in SCHEMES
+        for scheme in PAPER_SCHEMES
         if sampler == "hmc" or not size.budget
     ]
     pairs.sort(key=lambda job: list(sizes).index(job.posterior))
@@ -399,35 +375,23 @@ def efficiency_jobs(sizes: dict[str, Size]) -> list[Job]:
     ]
 
 
-# The code whose change makes old results worthless.
-MODULES = (
-    *("targets", "accuracy", "transport", "coupling", "antithetic", "control"),
-    *("cva", "latent", "tuning", "experiments"),
-)
-
-
-def place(folder: Path, scale: str) -> Path:
-    """Where the tables of a scale are."""
-    return folder / scale
-
-
 def perform(scale: str, folder: Path) -> None:
     """Do all experiments that are not done yet, and write their tables."""
-    sizes, where = SIZES[scale], place(folder, scale)
+    sizes = SIZES[scale]
+    logistic = sizes.get("logistic")
 
     def done(name: str, jobs: list[Job], measure: Callable) -> Settings:
         def one(job: Job) -> list[Row]:
             return measure(sizes.get(job.posterior, logistic), job)
 
-        return finish(Experiment(name, jobs, one), where, MODULES)
+        return finish(Experiment(name, jobs, one), folder / scale)
 
-    logistic = sizes.get("logistic")
     tuned = done("settings", all_pairs(sizes), measure_settings)
     done("efficiency", efficiency_jobs(sizes), partial(measure_efficiency, tuned))
     if logistic is not None:
         held_out = [
             Job("held-out", "hmc", scheme, "tuned", repeat)
-            for scheme in SCHEMES
+            for scheme in PAPER_SCHEMES
             for repeat in range(logistic.repeats)
         ]
         done("prediction", held_out, partial(measure_prediction, tuned))
@@ -442,17 +406,12 @@ def results(name: str, scale: str | None = None, folder: Path | None = None) -> 
     the book's, the default folder that of the book seen from a chapter.
     """
     scale, folder = scale or style.scale(), folder or Path("results")
-    if os.environ.get("SWINDLES_RECOMPUTE", "0") not in ("", "0"):
-        perform(scale, folder)
-    path = table_path(place(folder, scale), name)
+    path = table_path(folder / scale, name)
     rows = read_rows(path)
     if not rows:
         raise ValueError(
-            f"{path} does not exist: make experiments makes it, or set "
-            "SWINDLES_RECOMPUTE=1"
+            f"{path} does not exist: `SWINDLES_SCALE={scale} make experiments` makes it"
         )
-    if rows[0]["code"] != fingerprint(MODULES):
-        print(f"These results are of revision {rows[0]['revision']}, not of this code.")
     return as_table(rows)
 
 
@@ -465,5 +424,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--folder", type=Path, default=Path("book", "results"), help="for the tables"
     )
+    parser.add_argument(
+        "--fresh", action="store_true", help="delete the tables of that scale first"
+    )
     given = parser.parse_args(arguments)
+    if given.fresh:
+        shutil.rmtree(given.folder / given.scale, ignore_errors=True)
     perform(given.scale, given.folder)
+
+
+if __name__ == "__main__" and "__file__" in globals():
+    main()

@@ -3,22 +3,21 @@
 Mirrored from book/pipeline.md: edit there, then run `make mirror`.
 """
 
-import ast
+import bz2
 import csv
-import gzip
-import hashlib
 import io
 import os
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from datetime import date
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import jax
 import numpy as np
 from jaxtyping import Shaped
 from tqdm import tqdm
@@ -68,19 +67,31 @@ class Experiment(NamedTuple):
     measure: Callable[[Any], list[Row]]
 
 
-def write_rows(path: Path, rows: list[Row]) -> None:
-    """Write rows as CSV, compressed if the name ends in .gz; all of them or none."""
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Write rows as CSV, all of them or none; compressed if the name ends in .bz2.
+
+    Of floating-point numbers four significant digits are kept.
+
+    Examples
+    --------
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "thirds.csv"
+    ...     write_rows(path, [{"n": 1, "third": 1 / 3}, {"n": 2, "third": "2/3"}])
+    ...     read_rows(path)
+    [{'n': '1', 'third': '0.3333'}, {'n': '2', 'third': '2/3'}]
+    """
     text = io.StringIO()
     writer = csv.DictWriter(text, rows[0], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    for row in rows:
+        floats = {k: x for k, x in row.items() if isinstance(x, float | np.floating)}
+        writer.writerow(row | {k: f"{x:.4g}" for k, x in floats.items()})
     data = text.getvalue().encode()
-    if path.suffix == ".gz":
-        data = gzip.compress(data, mtime=0)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
     with draft.open("wb") as file:
-        file.write(data)
+        file.write(bz2.compress(data) if path.suffix == ".bz2" else data)
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
@@ -91,81 +102,14 @@ def read_rows(path: Path) -> list[Row]:
     if not path.exists():
         return []
     data = path.read_bytes()
-    text = gzip.decompress(data) if path.suffix == ".gz" else data
+    text = bz2.decompress(data) if path.suffix == ".bz2" else data
     return list(csv.DictReader(io.StringIO(text.decode())))
-
-
-FIELD = ast.Constant(None)  # what stands for the type of any field
-
-
-class Unannotated(ast.NodeTransformer):
-    """Drops type annotations, and the import that only they need."""
-
-    def visit_arg(self, node: ast.arg) -> ast.arg:
-        """An argument without its type."""
-        node.annotation = None
-        return node
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        """A function without the type of what it returns."""
-        node.returns = None
-        return self.generic_visit(node)
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        """A class whose fields are still fields, but all of one type."""
-        for part in node.body:
-            if isinstance(part, ast.AnnAssign):
-                part.annotation = FIELD
-        return self.generic_visit(node)
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
-        """``x: T = v`` as ``x = v``, and nothing for ``x: T``, unless it is a field."""
-        if node.annotation is FIELD:
-            return node
-        return node.value and ast.Assign([node.target], node.value)
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | None:
-        """Nothing for ``from jaxtyping import ...``."""
-        return None if node.module == "jaxtyping" else node
-
-    def visit_Import(self, node: ast.Import) -> ast.AST | None:
-        """Nothing for ``import jaxtyping``."""
-        return None if [each.name for each in node.names] == ["jaxtyping"] else node
-
-
-def skeleton(source: str) -> str:
-    """The syntax of a module, without comments, docstrings and type annotations.
-
-    Examples
-    --------
-    >>> skeleton("x: int = 1  # one") == skeleton("x  =  1")
-    True
-    >>> skeleton("x = 1") == skeleton("x = 2")
-    False
-    """
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            if ast.get_docstring(node) is not None:
-                node.body = node.body[1:]
-    return ast.dump(Unannotated().visit(tree))
-
-
-def fingerprint(modules: Sequence[str]) -> str:
-    """Twelve characters that change when the code of some of our modules does.
-
-    Examples
-    --------
-    >>> fingerprint(["cva"]) == fingerprint(["control"])
-    False
-    """
-    sources = [(files("swindles") / f"{name}.py").read_text() for name in modules]
-    text = "".join(map(skeleton, sources))
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def processor() -> str:
     """What the machine computes with."""
+    import jax
+
     device = jax.devices()[0]
     name = device.device_kind if device.platform != "cpu" else platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
@@ -178,55 +122,80 @@ def processor() -> str:
 
 
 def revision() -> str:
-    """The revision of the source, with a plus if it was changed since; or nothing."""
-    command = ["git", "-C", str(files("swindles")), "describe", "--always", "--dirty=+"]
+    """The revision of the source, with a plus if it was changed since; or nothing.
+
+    Results are no source: the first table that is written does not change it.
+    """
+    git = ["git", "-C", str(files("swindles"))]
+    source = [":(top)", ":(top,exclude)book/results"]
+    commands = [
+        [*git, "rev-parse", "--short", "HEAD"],
+        [*git, "status", "--porcelain", "--untracked-files=no", "--", *source],
+    ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        name, changes = (
+            subprocess.run(each, capture_output=True, text=True, check=True).stdout
+            for each in commands
+        )
     except (OSError, subprocess.CalledProcessError):
         return ""
-    return done.stdout.strip()
+    return name.strip() + ("+" if changes else "")
 
 
-def provenance(modules: Sequence[str]) -> Row:
-    """What every row says about its origin."""
-    versions = [f"{name} {version(name)}" for name in ("jax", "blackjax", "swindles")]
+def provenance(*packages: str) -> Row:
+    """What every row says about its origin.
+
+    Parameters
+    ----------
+    packages
+        Those whose versions matter beside JAX, BlackJAX and our own.
+
+    Examples
+    --------
+    >>> list(provenance())
+    ['revision', 'versions', 'hardware', 'date']
+    """
+    names = ("jax", "blackjax", *packages, "swindles")
     return {
-        "code": fingerprint(modules),
         "revision": revision(),
-        "versions": ", ".join(versions),
+        "versions": ", ".join(f"{name} {version(name)}" for name in names),
         "hardware": processor(),
+        "date": date.today().isoformat(),
     }
 
 
 def peak_memory() -> float:
     """The most memory this process has had, in megabytes; NaN where it is unknown."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        if "VmHWM" in lines:
+            return int(lines["VmHWM"].split()[0]) / 1024
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
+        import resource
+    except ImportError:
         return np.nan
-    return next(int(x.split()[1]) / 1000 for x in lines if x.startswith("VmHWM"))
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
 def table_path(folder: Path, name: str) -> Path:
     """Where the table of an experiment is."""
-    return folder / f"{name}.csv.gz"
+    return folder / f"{name}.csv.bz2"
 
 
-def collect(paths: Sequence[Path], code: str) -> dict[str, list[Row]]:
-    """The rows that this code has made, by the name of their job."""
+def collect(paths: Sequence[Path]) -> dict[str, list[Row]]:
+    """The rows of all files, by the name of their job; the last file that has it."""
     found: dict[str, list[Row]] = {}
     for path in paths:
         mine: dict[str, list[Row]] = {}
         for row in read_rows(path):
-            if row["code"] == code:
-                mine.setdefault(row["job"], []).append(row)
+            mine.setdefault(row["job"], []).append(row)
         found |= mine
     return found
 
 
-def finish(
-    experiment: Experiment, folder: Path, modules: Sequence[str]
-) -> dict[str, list[Row]]:
+def finish(experiment: Experiment, folder: Path) -> dict[str, list[Row]]:
     """Do the jobs that are not done yet, and write the table. Returns all rows.
 
     They come by the name of the job, every value a string.
@@ -237,8 +206,6 @@ def finish(
         What to do.
     folder
         Where the table is, or will be.
-    modules
-        Modules of this package. Results of another state of their code are made anew.
 
     Examples
     --------
@@ -252,20 +219,20 @@ def finish(
     >>> jobs = [Square(2), Square(3)]
     >>> squares = Experiment("squares", jobs, lambda job: [{"square": job.number**2}])
     >>> with TemporaryDirectory() as folder:
-    ...     rows = finish(squares, Path(folder), ["pipeline"])
+    ...     rows = finish(squares, Path(folder))
     >>> rows["square-3"][0]["square"]
     '9'
     """
-    origin, parts = provenance(modules), folder / "parts" / experiment.name
-    table = table_path(folder, experiment.name)
-    done = collect([*parts.glob("*.csv"), table], origin["code"])
+    parts = folder / "parts" / experiment.name
+    table, made_by = table_path(folder, experiment.name), provenance()
+    done = collect([table, *parts.glob("*.csv")])
     left = [job for job in experiment.jobs if job.name not in done]
     for job in (bar := tqdm(left, experiment.name, leave=False)):
         bar.set_postfix_str(job.name)
         which = {"job": job.name} | job._asdict()
         path = parts / f"{job.name}.csv"
-        write_rows(path, [which | row | origin for row in experiment.measure(job)])
-        done |= collect([path], origin["code"])
+        write_rows(path, [which | row | made_by for row in experiment.measure(job)])
+        done |= collect([path])
     if experiment.jobs and (left or parts.exists()):
         write_rows(table, [row for job in experiment.jobs for row in done[job.name]])
         shutil.rmtree(parts, ignore_errors=True)
@@ -273,6 +240,7 @@ def finish(
 
 
 Table = dict[str, Shaped[np.ndarray, " rows"]]
+ORIGIN = ("revision", "versions", "hardware", "date")
 
 
 def as_table(rows: Sequence[Row]) -> Table:
@@ -288,10 +256,27 @@ def as_table(rows: Sequence[Row]) -> Table:
     for name in rows[0] if rows else []:
         column = np.array([row[name] for row in rows])
         try:
-            table[name] = column.astype(float)
+            table[name] = column if name in ORIGIN else column.astype(float)
         except ValueError:
             table[name] = column
     return table
+
+
+def origin(table: Table) -> str:
+    """Where a table comes from, in a line to print below it.
+
+    Examples
+    --------
+    >>> made_by = {"revision": "1a2b3c4", "versions": "jax 1.0"}
+    >>> made_by |= {"hardware": "a processor, 2 cores", "date": "2026-01-31"}
+    >>> print(origin(as_table([{"square": "9"} | made_by])))
+    Made on 2026-01-31 at revision 1a2b3c4, with jax 1.0, on a processor, 2 cores.
+    """
+    when, at, using, on = (
+        "; ".join(dict.fromkeys(table[name].tolist()))
+        for name in ("date", "revision", "versions", "hardware")
+    )
+    return f"Made on {when} at revision {at}, with {using}, on {on}."
 
 
 def rows_with(table: Table, wanted: dict[str, Any]) -> np.ndarray:

@@ -1,0 +1,914 @@
+"""Estimate: the front door.
+
+Mirrored from book/estimation.md: edit there, then run `make mirror`.
+"""
+
+import html
+import json
+import os
+import time
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from blackjax.mcmc.hmc import HMCState
+from jax import Array
+from jaxtyping import Float
+from tqdm import tqdm
+
+from swindles.accuracy import (
+    Estimate,
+    Moments,
+    beyond_chance,
+    block_means,
+    heavy_tails,
+    summarize,
+)
+from swindles.antithetic import Sums, fold_series
+from swindles.choice import CANDIDATES, Choice, choose_scheme, find_map
+from swindles.coupling import Rates, Run, add_block, begin_run, coupled, hmc, record
+from swindles.models import Model, Problem, make_problem, need
+from swindles.schemes import SCHEMES, Plan, plan_series
+from swindles.transport import Affine, Transport, map_quality
+
+
+class Goal(NamedTuple):
+    """What is asked for."""
+
+    mcse: np.ndarray | None  # (statistics,)
+    relative: float | None  # in units of the posterior's standard deviation
+    seconds: float | None
+    gradients: float | None
+
+    def errors(self, sd: np.ndarray) -> np.ndarray:
+        """The errors asked for, from the posterior's standard deviations."""
+        found = np.full(sd.size, np.inf) if self.mcse is None else self.mcse
+        if self.relative is not None:
+            found = np.minimum(found, self.relative * np.where(sd > 0, sd, np.inf))
+        return found
+
+    def is_spent(self, seconds: float, gradients: float) -> bool:
+        """Whether the budget is used up."""
+        return seconds >= (self.seconds or np.inf) or gradients >= (
+            self.gradients or np.inf
+        )
+
+
+def make_goal(
+    problem: Problem,
+    mcse: Any,
+    relative: float | None,
+    seconds: float | None,
+    gradients: float | None,
+) -> Goal:
+    """Check what is asked for; by default 1 % of the posterior's deviation."""
+    numbers = {"relative": relative, "seconds": seconds, "gradients": gradients}
+    for name, value in numbers.items():
+        if value is not None and not (np.isfinite(value) and value > 0):
+            raise ValueError(f"{name} must be a positive number, got {value}")
+    if mcse is None:
+        return Goal(None, 0.01 if relative is None else relative, seconds, gradients)
+    size, leaves = len(problem.names), [np.ravel(x) for x in jax.tree.leaves(mcse)]
+    each = np.concatenate(leaves).astype(np.float64)
+    if each.size not in (1, size):
+        raise ValueError(f"mcse has {each.size} entries for {size} statistics")
+    if not (np.isfinite(each) & (each > 0)).all():
+        raise ValueError(f"mcse must be positive, got {mcse}")
+    return Goal(np.broadcast_to(each, size), relative, seconds, gradients)
+
+
+# Rows of sums that are kept; more are merged.
+ROWS = 32
+# Steps in the first blocks.
+FIRST_BLOCK = 10
+# Blocks before a run may end.
+LEAST_ROWS = 8
+
+
+class Job(NamedTuple):
+    """A run on its way to an accuracy: enough to go on with it."""
+
+    plan: Plan
+    goal: Goal
+    step_size: float
+    num_integration_steps: int
+    transport: Any  # None when it is not ours to save
+    key: Any  # as plain numbers
+    run: Run
+    draws: Any  # (rows, chains, dim): latent positions at the ends of the rows
+    length: int  # steps in a row
+    dropped: int  # steps taken before the rows begin
+    gradients: float  # of the log density, in the blocks
+    seconds: float  # spent
+    history: Any  # (blocks, 4): gradients, seconds, largest and median mcse / sd
+    pareto_k: float
+    stuck: int
+    forecast: dict[str, float]  # operations to the goal, by scheme
+
+    @property
+    def swindled(self) -> Moments:
+        """The sums of Z."""
+        rows = self.run.rows
+        return rows.plus if rows.swindled is None else rows.swindled
+
+    @property
+    def gradients_per_step(self) -> int:
+        """Of the log density, for one chain or pair of chains."""
+        return self.num_integration_steps * SCHEMES[self.plan.scheme].num_targets
+
+    def estimate(self) -> Estimate:
+        """What the run has come to."""
+        shared = self.plan.shared + self.plan.rounding**2
+        return summarize(self.run.rows.plus, block_means(self.swindled), shared)
+
+
+class Engine:
+    """What takes the next block of a job; programs compiled for it die with it."""
+
+    def __init__(self, job: Job, problem: Problem) -> None:
+        """Prepare a job on a problem in latent space."""
+        sampler = hmc(job.step_size, job.num_integration_steps)
+        scheme = SCHEMES[job.plan.scheme]
+        self.algorithm = scheme.build(sampler, problem.logdensity)
+        series = plan_series(job.plan, problem.statistic)
+        self.fold = fold_series(series, job.run.states, job.plan.center)
+
+    def begin(self, job: Job) -> Job:
+        """The job with empty rows."""
+        return job._replace(run=begin_run(job.run.states, self.fold[0]))
+
+    def add_block(self, job: Job) -> Job:
+        """The job with one more block; rows are merged, when there are too many."""
+        begin, key = time.perf_counter(), jax.random.wrap_key_data(jnp.asarray(job.key))
+        run = add_block(key, job.run, self.algorithm, self.fold, job.length)
+        run = run._replace(states=jax.device_get(run.states))
+        position = run.states.plus.position
+        work = job.length * len(position) * job.gradients_per_step
+        job = job._replace(
+            run=run,
+            draws=np.concatenate([job.draws, position[None]]),
+            gradients=job.gradients + work,
+            seconds=job.seconds + time.perf_counter() - begin,
+        )
+        return merge_rows(job) if len(job.draws) == ROWS else job
+
+
+def merge_rows(job: Job) -> Job:
+    """The job with neighbouring rows as one, and blocks of twice the length."""
+
+    def merge(moments: Any) -> Any:
+        if moments is None:
+            return None
+        both = Moments(*(x[::2] + x[1::2] for x in moments))
+        return both._replace(center=moments.center[::2])
+
+    rows = job.run.rows
+    rates = jax.tree.map(lambda x: x[::2] + x[1::2], rows.rates)
+    merged = Sums(merge(rows.plus), merge(rows.swindled), rates)
+    run = job.run._replace(rows=merged)
+    return job._replace(run=run, draws=job.draws[1::2], length=2 * job.length)
+
+
+def has_drift(job: Job) -> bool:
+    """Whether the two halves of a run differ beyond chance, in any statistic."""
+    steps, total = job.swindled.steps, np.asarray(job.swindled.total, np.float64)
+    half = len(steps) // 2
+    if not half:
+        return False
+    first, second = (
+        total[part].sum(0) / steps[part].sum()
+        for part in (slice(half), slice(half, None))
+    )
+    return beyond_chance(second - first, job.plan.rounding, 1e-3)
+
+
+def drop_half(job: Job) -> Job:
+    """The job without the first half of its rows."""
+    half = len(job.draws) // 2
+    rows = jax.tree.map(lambda x: x[half:], job.run.rows)
+    return job._replace(
+        run=job.run._replace(rows=rows),
+        draws=job.draws[half:],
+        dropped=job.dropped + half * job.length,
+    )
+
+
+def has_bias(job: Job) -> bool:
+    """Whether the swindled average differs from the plain one beyond chance."""
+    plus, swindled = job.run.rows.plus, job.swindled
+    apart = np.asarray(swindled.total, np.float64) - np.asarray(plus.total, np.float64)
+    noise = np.sqrt(job.plan.shared + job.plan.rounding**2)
+    return beyond_chance(apart.sum(0) / float(np.sum(plus.steps)), noise, 1e-4)
+
+
+def is_reached(job: Job, estimate: Estimate) -> bool:
+    """Whether the run is as accurate as was asked for, or as it can be."""
+    errors = job.goal.errors(np.sqrt(estimate.variance))
+    least = 2 * np.sqrt(job.plan.shared + job.plan.rounding**2)
+    margin = 1 + 1 / np.sqrt(2 * estimate.degrees)
+    if not np.isfinite(estimate.mean).all():
+        return True
+    return (
+        len(job.draws) >= LEAST_ROWS
+        and bool((margin * estimate.mcse <= np.maximum(errors, least)).all())
+        and np.nanmax(estimate.rhat, initial=0) <= 1.05
+        and not has_drift(job)
+    )
+
+
+def history_line(job: Job, estimate: Estimate) -> np.ndarray:
+    """A line for the history of a job."""
+    varies = estimate.variance > 0
+    error = estimate.mcse[varies] / np.sqrt(estimate.variance[varies])
+    worst, median = (error.max(), np.median(error)) if error.size else (np.nan, np.nan)
+    return np.array([job.gradients, job.seconds, worst, median])
+
+
+# Fewer decouplings than this say too little about the error they make.
+FEW_DECOUPLINGS = 30
+
+
+def chain_warnings(job: Job) -> list[str]:
+    """What the chains did that speaks against them, in words."""
+    rates, found = job.run.rows.rates, []
+    steps, chains = np.sum(rates.steps), rates.divergent.shape[1]
+    late = [x[len(x) // 2 :].sum(0) == 0 for x in rates.accepted.values()]
+    idle = int(np.any(late, axis=0).sum())
+    if idle:
+        found.append(f"{idle} of {chains} chains are stuck: a smaller step may help")
+    astray = float(np.sum(rates.divergent) / steps / chains)
+    if astray > 0.01:
+        found.append(
+            f"{astray:.0%} of the trajectories diverge: the log density is very steep "
+            "somewhere, or not finite"
+        )
+    apart = int(sum(np.sum(x) for x in rates.decoupled.values()))
+    if 0 < apart < FEW_DECOUPLINGS:
+        found.append(f"only {apart} decouplings: the error itself is not well known")
+    if has_drift(job):
+        found.append("the two halves of the run differ: the chains are still moving")
+    if has_bias(job):
+        found.append(
+            "the swindled average is not that of the chain: the density is cut off, or "
+            'a chain is lost; scheme="plain" is safe'
+        )
+    return found
+
+
+def tail_warnings(job: Job, problem: Problem) -> list[str]:
+    """Which statistics have tails too heavy for a reliable error, in words."""
+    draws = jnp.asarray(job.draws.reshape(-1, problem.dim))
+    values = jax.jit(lambda z: jax.lax.map(problem.statistic, z, batch_size=256))(draws)
+    heavy = heavy_tails(np.asarray(values, np.float64))
+    if not heavy.any():
+        return []
+    first = problem.names[int(heavy.argmax())]
+    return [f"tails of {heavy.sum()} statistics ({first}) are too heavy for an error"]
+
+
+def job_notes(job: Job, estimate: Estimate) -> list[str]:
+    """What is good to know, in words."""
+    found, plan = [], job.plan
+    if (estimate.mcse < 1.5 * plan.rounding).any():
+        found.append("some errors are those of the arithmetic: jax_enable_x64 may help")
+    if (estimate.mcse < 1.5 * np.sqrt(plan.shared)).any():
+        found.append(
+            "some errors are those of the control's mean, and stay as they are"
+        )
+    if job.pareto_k > 0.7:
+        found.append(
+            f"the posterior is far from the map (Pareto k {job.pareto_k:.1f}): a flow "
+            "may help, see swindles.neutra.fit_flow"
+        )
+    if job.stuck:
+        found.append(f"{job.stuck} chains were stuck at their start and began anew")
+    if job.dropped:
+        found.append(f"the first {job.dropped} steps were dropped as warm-up")
+    return found
+
+
+# Longer tables are cut.
+MOST_LINES = 40
+
+
+COLUMNS = ("", "mean", "error", "sd", "ESS", "R-hat")
+
+
+def round_to_error(value: float, error: float) -> str:
+    """A number, up to the second digit of its error.
+
+    Examples
+    --------
+    >>> round_to_error(1.23456, 0.012), round_to_error(1.0, 0.0)
+    ('1.235', '1')
+    """
+    if not np.isfinite(error) or error <= 0:
+        return f"{value:.6g}"
+    places = int(np.clip(1 - np.floor(np.log10(error)), 0, 12))
+    return f"{value:.{places}f}"
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Report:
+    """Expectations with their errors, and how they came about.
+
+    It prints as a table. ``mean``, ``mcse``, ``sd``, ``ess`` and ``rhat`` have the
+    shape of the statistics; ``names`` are theirs. ``reached`` says whether the errors
+    are what was asked for, ``trusted`` whether no guard speaks against them,
+    ``warnings`` and ``notes`` why, in words. ``plot()`` draws the error against the
+    work and the coupled chains. ``to_dict()``, ``to_pandas()`` and ``to_arviz()``
+    export it; the last one has draws, evenly spaced over the run.
+
+    Examples
+    --------
+    >>> report = estimate(lambda x: -jnp.sum(jnp.cosh(x)), jnp.zeros(2), relative=0.1)
+    >>> report.trusted, sorted(report.to_dict())[:3]
+    (True, ['ess', 'mcse', 'mean'])
+    """
+
+    estimate: Estimate
+    job: Job
+    names: list[str]
+    reached: bool
+    warnings: list[str]
+    notes: list[str]
+    about: dict[str, Any] = field(default_factory=dict)
+    problem: Problem | None = None  # in x; None when read from a file without a model
+    transport: Any = None
+
+    @property
+    def trusted(self) -> bool:
+        """Whether no guard speaks against the numbers."""
+        return not self.warnings
+
+    def shaped(self, numbers: Float[np.ndarray, " statistics"]) -> Any:
+        """Numbers in the shape of the statistics; by name, without a model."""
+        if self.problem is not None:
+            return self.problem.restore(numbers)
+        return dict(zip(self.names, np.asarray(numbers).tolist(), strict=True))
+
+    @property
+    def mean(self) -> Any:
+        """The expectations."""
+        return self.shaped(self.estimate.mean)
+
+    @property
+    def mcse(self) -> Any:
+        """The standard errors of the expectations."""
+        return self.shaped(self.estimate.mcse)
+
+    @property
+    def sd(self) -> Any:
+        """The standard deviations of the statistics under the posterior."""
+        return self.shaped(np.sqrt(self.estimate.variance))
+
+    @property
+    def ess(self) -> Any:
+        """Independent draws that would give these errors."""
+        return self.shaped(self.estimate.ess)
+
+    @property
+    def rhat(self) -> Any:
+        """Split R-hat."""
+        return self.shaped(self.estimate.rhat)
+
+    def columns(self) -> dict[str, Float[np.ndarray, " statistics"]]:
+        """What the table shows of each statistic."""
+        e = self.estimate
+        sd = np.sqrt(e.variance)
+        return {"mean": e.mean, "mcse": e.mcse, "sd": sd, "ess": e.ess, "rhat": e.rhat}
+
+    def lines(self) -> list[tuple[str, ...]]:
+        """The lines of the table, the first MOST_LINES of them."""
+        rows = zip(self.names, *self.columns().values(), strict=True)
+        return [
+            (
+                name,
+                round_to_error(mean, error),
+                f"{error:.2g}",
+                f"{sd:.3g}",
+                f"{ess:.2g}",
+                f"{rhat:.2f}",
+            )
+            for name, mean, error, sd, ess, rhat in list(rows)[:MOST_LINES]
+        ]
+
+    def verdict(self) -> list[str]:
+        """Below the table: what was done, and whether to believe it."""
+        job, rates = self.job, self.job.run.rows.rates
+        chains, steps = rates.divergent.shape[1], int(np.sum(rates.steps))
+        lines = [
+            f"{job.plan.scheme}, {chains} chains x {steps} steps, {job.gradients:.2g} "
+            f"gradients, {job.seconds:.0f} s"
+        ]
+        hidden = len(self.names) - MOST_LINES
+        if hidden > 0:
+            lines.insert(0, f"... and {hidden} more")
+        errors = job.goal.errors(np.sqrt(self.estimate.variance))
+        ratio = self.estimate.mcse / errors
+        worst = int(np.nanargmax(np.nan_to_num(ratio, nan=np.inf)))
+        if not self.reached:
+            lines.append(
+                f"Not there yet: the error of {self.names[worst]} is "
+                f"{ratio[worst]:.3g} times what was asked for. "
+                "Go on with report.resume()."
+            )
+        if self.warnings:
+            lines.append("Do not trust these numbers:")
+        lines += [f"- {reason}" for reason in self.warnings]
+        return lines + [f"Note: {note}" for note in self.notes]
+
+    def __str__(self) -> str:
+        """The report as plain text."""
+        table = [COLUMNS, *self.lines()]
+        widths = [max(len(line[i]) for line in table) for i in range(len(COLUMNS))]
+        rows = [
+            "  ".join(
+                cell.rjust(width) if i else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            )
+            for line in table
+        ]
+        return "\n".join([*rows, *self.verdict()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The report as a table for a notebook."""
+
+        def line(cells: tuple[str, ...], tag: str) -> str:
+            style = "padding: 0.1em 0.5em; text-align: right; white-space: nowrap"
+            inner = [
+                f'<{tag} style="{style}">{html.escape(cell)}</{tag}>' for cell in cells
+            ]
+            return f"<tr>{''.join(inner)}</tr>"
+
+        body = "".join(line(cells, "td") for cells in self.lines())
+        words = "<br>".join(map(html.escape, self.verdict()))
+        table = f"<table>{line(COLUMNS, 'th')}{body}</table>"
+        return f'<div style="overflow-x: auto">{table}</div><p>{words}</p>'
+
+    def plot(self) -> Any:
+        """A figure: the error against the work, and a few steps of coupled chains."""
+        plt = need("matplotlib.pyplot", "plot")
+        figure, axes = plt.subplots(1, 2, figsize=(7, 3.2), layout="constrained")
+        gradients, _, worst, median = self.job.history.T
+        axes[0].loglog(gradients, worst, label="largest")
+        axes[0].loglog(gradients, median, label="median")
+        axes[0].set(xlabel="gradient evaluations", ylabel="error / posterior sd")
+        axes[0].xaxis.set_minor_formatter("")
+        axes[0].yaxis.set_minor_formatter("")
+        axes[0].legend()
+        if self.problem is None:
+            axes[1].set_axis_off()
+            return figure
+        engine = Engine(self.job, self.problem.through(self.transport))
+        states = jax.tree.map(lambda x: x[:1], self.job.run.states)
+        key = jax.random.key(0)
+        _, traces = record(key, engine.algorithm, states, 40, progress=False)
+        labels = {"plus": "$X^+$", "minus": "$X^-$", "control": "$Y$"}
+        for name, trace in traces._asdict().items():
+            axes[1].plot(trace[:, 0, 0], ".-", linewidth=0.8, label=labels[name])
+        axes[1].set(xlabel="step", ylabel="one latent coordinate")
+        axes[1].legend()
+        return figure
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything that the table shows, as plain lists, and the verdict."""
+        return {
+            "name": self.names,
+            **{name: np.asarray(x).tolist() for name, x in self.columns().items()},
+            "scheme": self.job.plan.scheme,
+            "reached": self.reached,
+            "warnings": self.warnings,
+            "notes": self.notes,
+        }
+
+    def to_pandas(self) -> Any:
+        """The table as a pandas DataFrame, with a row for each statistic."""
+        return need("pandas", "pandas").DataFrame(self.columns(), index=self.names)
+
+    def to_arviz(self) -> Any:
+        """Draws of the constrained values, evenly spaced over the run, for ArviZ.
+
+        They are few: 32 at most from each chain. The report's own numbers, which use
+        every step, are in the group's attributes.
+        """
+        if self.problem is None:
+            raise ValueError("a report without a model has no names for its draws")
+        see = jax.vmap(jax.vmap(self.problem.through(self.transport).constrain))
+        values = jax.device_get(jax.jit(see)(jnp.asarray(self.job.draws)))
+        posterior = {
+            jax.tree_util.keystr(path, simple=True, separator=".")
+            or "x": leaf.swapaxes(0, 1)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(values)
+        }
+        table = self.to_dict()
+        attributes = {name: table[name] for name in ("name", "mean", "mcse", "scheme")}
+        arviz = need("arviz", "arviz")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # more chains than draws: that is so
+            return arviz.from_dict(posterior, posterior_attrs=attributes)
+
+    def save(self, path: str | Path) -> None:
+        """Write the run to a file, to be read by ``load``."""
+        write_job(path, self.job, self.about)
+
+    def resume(
+        self,
+        mcse: Any = None,
+        relative: float | None = None,
+        seconds: float | None = 60.0,
+        gradients: float | None = None,
+        file: str | Path | None = None,
+    ) -> "Report":
+        """Go on to the same errors, or others, for so much time or work more."""
+        if self.problem is None:
+            raise ValueError("to go on, give `load` the model and its statistics")
+        goal = make_goal(self.problem, mcse, relative, seconds, gradients)
+        if mcse is None and relative is None:
+            goal = self.job.goal._replace(seconds=seconds, gradients=gradients)
+        task = Task(self.problem, self.transport, file, self.about)
+        return run_until_done(self.job._replace(goal=goal), task)
+
+
+# The format of the files.
+VERSION = 2
+
+
+# A run is saved when this many seconds have passed since it was saved last.
+SAVE_EVERY = 5.0
+
+
+def named_parts(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested NamedTuples and dictionaries, with their names."""
+    parts = tree._asdict() if hasattr(tree, "_asdict") else tree
+    if not isinstance(parts, dict):
+        yield name, parts
+        return
+    for key, value in parts.items():
+        yield from named_parts(value, f"{name}/{key}" if name else key)
+
+
+def nested(named: dict[str, Any]) -> dict[str, Any]:
+    """Nested dictionaries from names with slashes.
+
+    Examples
+    --------
+    >>> nested({"a": 1, "b/c": 2, "b/d": 3})
+    {'a': 1, 'b': {'c': 2, 'd': 3}}
+    """
+    tree: dict[str, Any] = {}
+    for name, value in named.items():
+        *path, last = name.split("/")
+        place = tree
+        for part in path:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return tree
+
+
+def write_job(path: str | Path, job: Job, about: dict) -> None:
+    """Write a job to a file, all of it or nothing, every number under its name."""
+    parts = dict(named_parts(job))
+    arrays = {
+        name: np.asarray(x)
+        for name, x in parts.items()
+        if isinstance(x, np.ndarray | np.generic | Array)
+    }
+    others = {name: x for name, x in parts.items() if name not in arrays}
+    head = {"swindles": VERSION, "about": about, "others": others}
+    path = Path(path)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
+    with draft.open("wb") as file:
+        everything: dict[str, Any] = {"head": json.dumps(head)} | arrays
+        np.savez(file, **everything)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def rebuild_job(tree: dict[str, Any]) -> Job:
+    """A job from nested dictionaries."""
+    rows, chains = tree["run"]["rows"], SCHEMES[tree["plan"]["scheme"]].chains
+    swindled = rows["swindled"]
+    sums = Sums(
+        Moments(**rows["plus"]),
+        None if swindled is None else Moments(**swindled),
+        Rates(**{"decoupled": {}} | rows["rates"]),
+    )
+    states = coupled(*chains)(*(HMCState(**tree["run"]["states"][n]) for n in chains))
+    changed = {
+        "plan": Plan(**tree["plan"]),
+        "goal": Goal(**tree["goal"]),
+        "run": Run(states, sums, tree["run"]["steps"]),
+        "transport": Affine(**tree["transport"]) if tree["transport"] else None,
+    }
+    return Job(**tree | changed)
+
+
+# What reading anything else may raise.
+NO_RUN = (ValueError, KeyError, TypeError, OSError, EOFError, zipfile.BadZipFile)
+
+
+def read_job(path: str | Path) -> tuple[Job, dict]:
+    """Read what ``write_job`` wrote, and what it is about."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            head = json.loads(str(file["head"]))
+            arrays = {name: file[name] for name in file.files if name != "head"}
+        version = head["swindles"]
+        if version == VERSION:
+            return rebuild_job(nested(arrays | head["others"])), head["about"]
+    except NO_RUN as reason:
+        raise ValueError(
+            f"{path} is not a run that was saved by swindles, or it is damaged"
+        ) from reason
+    raise ValueError(
+        f"{path} has format {version}, and this version of swindles reads only format "
+        f"{VERSION}: run it anew, under another name"
+    )
+
+
+class Task(NamedTuple):
+    """Whose job it is, and where it is saved."""
+
+    problem: Problem  # in x
+    transport: Any  # the map; None when there is none yet
+    file: str | Path | None
+    about: dict
+
+    def save(self, job: Job) -> None:
+        """Write the job to the file, if there is one."""
+        if self.file:
+            write_job(self.file, job, self.about)
+
+
+def make_report(job: Job, task: Task) -> Report:
+    """The report on a job."""
+    found = job.estimate()
+    errors = job.goal.errors(np.sqrt(found.variance))
+    latent = task.problem.through(task.transport)
+    return Report(
+        found,
+        job,
+        task.problem.names,
+        bool((found.mcse <= errors).all()),
+        found.warnings() + chain_warnings(job) + tail_warnings(job, latent),
+        job_notes(job, found),
+        task.about,
+        task.problem,
+        task.transport,
+    )
+
+
+def make_job(
+    key: Array, choice: Choice, goal: Goal, transport: Transport, pareto_k: float
+) -> Job:
+    """A job before its first step; it has no rows until its engine begins it."""
+    position = choice.states.plus.position
+    return Job(
+        plan=choice.plan,
+        goal=goal,
+        step_size=choice.step_size,
+        num_integration_steps=choice.num_integration_steps,
+        transport=transport if isinstance(transport, Affine) else None,
+        key=np.asarray(jax.random.key_data(key)),
+        run=Run(jax.device_get(choice.states), None, 0),
+        draws=np.zeros((0, *position.shape), position.dtype),
+        length=FIRST_BLOCK,
+        dropped=0,
+        gradients=0.0,
+        seconds=0.0,
+        history=np.zeros((0, 4)),
+        pareto_k=float(pareto_k),
+        stuck=choice.stuck,
+        forecast=dict.fromkeys(CANDIDATES, np.inf) | choice.forecast,
+    )
+
+
+def set_up(
+    key: Array, goal: Goal, task: Task, names: list[str], num_chains: int
+) -> tuple[Job, Task]:
+    """Fit a map unless there is one, choose a scheme, and make an empty job."""
+    begin, keys = time.perf_counter(), jax.random.split(key, 3)
+    problem, to_x = task.problem, task.transport
+    with tqdm(total=2, desc="fitting a map", delay=2, leave=False) as bar:
+        if to_x is None:
+            to_x, k = find_map(keys[0], problem, num_chains)
+        else:
+            k = map_quality(keys[0], problem, to_x)[0]
+        bar.update()
+        bar.set_description("trying all schemes")
+        latent = problem.through(to_x)
+        choice = choose_scheme(keys[1], latent, goal.errors, num_chains, names)
+    job = make_job(keys[2], choice, goal, to_x, k)
+    job = Engine(job, latent).begin(job)
+    job = job._replace(seconds=time.perf_counter() - begin)
+    return job, task._replace(transport=to_x)
+
+
+def run_until_done(job: Job, task: Task) -> Report:
+    """Take blocks until the goal is reached or the budget is spent."""
+    engine = Engine(job, task.problem.through(task.transport))
+    task.save(job)
+    begin, spent, saved = time.perf_counter(), job.gradients, -np.inf
+    done = len(job.draws) > 1 and is_reached(job, job.estimate())
+    with tqdm(total=100, desc=job.plan.scheme, delay=2, leave=False) as bar:
+        try:
+            while not done:
+                job = engine.add_block(job)
+                if len(job.draws) >= 16 and has_drift(job):
+                    job = drop_half(job)
+                now, found = time.perf_counter(), job.estimate()
+                line = history_line(job, found)
+                job = job._replace(history=np.concatenate([job.history, line[None]]))
+                over = job.goal.is_spent(now - begin, job.gradients - spent)
+                done = is_reached(job, found) or (over and len(job.draws) > 3)
+                if done or now - saved > SAVE_EVERY:
+                    task.save(job)
+                    saved = now
+                show_progress(bar, found, job.goal)
+        except KeyboardInterrupt:
+            if len(job.draws) < 2:
+                raise
+            task.save(job)
+    return make_report(job, task)
+
+
+def show_progress(bar: Any, estimate: Estimate, goal: Goal) -> None:
+    """Move the progress bar: how much of the way to the goal, and the error now."""
+    ratio = estimate.mcse / goal.errors(np.sqrt(estimate.variance))
+    worst = float(np.nanmax(ratio, initial=1e-9))
+    bar.n = int(100 * min(1.0, worst**-2))
+    bar.set_postfix_str(f"error {worst:.2g} x asked, R-hat {estimate.rhat.max():.2f}")
+
+
+def check_options(scheme: str | None, num_chains: int, dim: int) -> list[str]:
+    """The names of the schemes to try; or a ValueError."""
+    if scheme is not None and scheme not in CANDIDATES:
+        raise ValueError(f"scheme is {scheme!r}: say one of {', '.join(CANDIDATES)}")
+    if num_chains < 16:
+        raise ValueError(
+            f"{num_chains} chains are too few: the spread between chains measures the "
+            "error, so use 16 or more"
+        )
+    if num_chains * dim > 2e6:
+        raise ValueError(
+            f"{num_chains} chains in {dim} dimensions do not fit into memory: use "
+            f"{int(2e6 / dim)} chains, or fewer dimensions if that is less than 16"
+        )
+    return list(CANDIDATES) if scheme is None else [scheme]
+
+
+def as_model(model: Any, position: Any) -> Model:
+    """A model from a log density and a position, unless it is one already."""
+    if isinstance(model, Model):
+        return model
+    if position is None:
+        raise ValueError("give a position to start from, or a Model that has one")
+    return Model(model, position)
+
+
+def as_key(key: Any) -> Array:
+    """A random key of JAX's default kind, from a seed or a key of any kind."""
+    if isinstance(key, int | np.integer):
+        return jax.random.key(int(key))
+    if jnp.issubdtype(key.dtype, jnp.unsignedinteger):
+        key = jax.random.wrap_key_data(key)
+    usual = key.dtype == jax.random.key(0).dtype
+    return key if usual else jax.random.key(jax.random.bits(key))
+
+
+def describe_problem(problem: Problem) -> dict:
+    """What a saved run must agree on with the model that goes on with it."""
+    value = float(jax.jit(problem.logdensity)(problem.position))
+    kind = str(problem.position.dtype)
+    return {"names": problem.names, "logdensity": value, "dtype": kind}
+
+
+def read_same_job(path: str | Path, about: dict, transport: Any) -> tuple[Job, Any]:
+    """Read a job that is about the same thing, and its map; or a ValueError."""
+    job, before = read_job(path)
+    other = [name for name in about if before.get(name) != about[name]]
+    if other:
+        raise ValueError(
+            f"{path} holds another run, with another {' and '.join(other)}: name "
+            "another file, or delete it"
+        )
+    if job.transport is None and transport is None:
+        raise ValueError(f"{path} was run with a map of your own: give it again")
+    return job, job.transport if transport is None else transport
+
+
+def estimate(
+    model: Model | Callable[[Any], Array],
+    position: Any = None,
+    statistics: Callable[[Any], Any] | None = None,
+    key: Any = 0,
+    *,
+    mcse: Any = None,
+    relative: float | None = None,
+    seconds: float | None = 60.0,
+    gradients: float | None = None,
+    scheme: str | None = None,
+    transport: Transport | None = None,
+    chains: int = 128,
+    file: str | Path | None = None,
+) -> Report:
+    """Estimate posterior expectations to a given accuracy.
+
+    Fits a map, lets a pilot run choose step size and swindle, and runs in blocks until
+    every error is small enough or the budget is spent.
+
+    Parameters
+    ----------
+    model
+        A log density, as a function of ``position``; or a ``Model``, as
+        ``from_numpyro`` and ``from_pymc`` make them, which has its own position.
+    position
+        Where to start: any pytree of numbers.
+    statistics
+        A function of the (constrained) position; any pytree. Its expectations are
+        estimated. By default, the position itself.
+    key
+        A seed, or a random key.
+    mcse
+        The standard error to reach: one number, or one for each statistic.
+    relative
+        The same, in units of the posterior's standard deviation. When neither is
+        given: 0.01.
+    seconds
+        Sample no longer than this, reached or not; the set-up comes on top. None: no
+        limit.
+    gradients
+        Sample with no more gradients of the log density than this.
+    scheme
+        "plain", "antithetic", "control", "cva", "stein" or "antithetic+stein". By
+        default, what wins in a pilot run.
+    transport
+        A map of your own, a flow for instance.
+    chains
+        How many chains (or pairs of chains) to run.
+    file
+        Where to save the run. If the file exists, the run in it goes on.
+
+    Examples
+    --------
+    >>> report = estimate(lambda x: -jnp.sum(jnp.cosh(x)), jnp.zeros(2), relative=0.1)
+    >>> report.reached, report.trusted, report.names
+    (True, True, ['x[0]', 'x[1]'])
+    """
+    problem = make_problem(as_model(model, position), statistics)
+    goal = make_goal(problem, mcse, relative, seconds, gradients)
+    names, key = check_options(scheme, chains, problem.dim), as_key(key)
+    about = describe_problem(problem) | {"chains": chains, "scheme": scheme}
+    about["key"] = np.asarray(jax.random.key_data(key)).tolist()
+    task = Task(problem, transport, file, about)
+    if file and Path(file).exists():
+        job, transport = read_same_job(file, about, transport)
+        job = job._replace(goal=goal)
+        return run_until_done(job, task._replace(transport=transport))
+    return run_until_done(*set_up(key, goal, task, names, chains))
+
+
+def load(
+    path: str | Path,
+    model: Model | Callable[[Any], Array] | None = None,
+    position: Any = None,
+    statistics: Callable[[Any], Any] | None = None,
+    transport: Transport | None = None,
+) -> Report:
+    """Read a run that ``estimate`` or ``Report.save`` wrote.
+
+    With the model, its position and its statistics the report can ``resume``; without,
+    it can be looked at.
+
+    Examples
+    --------
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     file = folder + "/run.npz"
+    ...     report = estimate(
+    ...         lambda x: -jnp.sum(jnp.cosh(x)), jnp.zeros(2), relative=0.1, file=file
+    ...     )
+    ...     load(file).names
+    ['x[0]', 'x[1]']
+    """
+    job, about = read_job(path)
+    if model is not None:
+        problem = make_problem(as_model(model, position), statistics)
+        job, to_x = read_same_job(path, describe_problem(problem), transport)
+        return make_report(job, Task(problem, to_x, None, about))
+    found = job.estimate()
+    errors = job.goal.errors(np.sqrt(found.variance))
+    reached = bool((found.mcse <= errors).all())
+    reasons = found.warnings() + chain_warnings(job)
+    notes = job_notes(job, found)
+    return Report(found, job, about["names"], reached, reasons, notes, about)

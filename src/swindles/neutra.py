@@ -1,0 +1,296 @@
+"""Neural transport: maps that bend.
+
+Mirrored from book/neutra.md: edit there, then run `make mirror`.
+"""
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Key
+
+from swindles.models import need
+from swindles.transport import (
+    Affine,
+    Density,
+    Fit,
+    Schedule,
+    check_schedule,
+    keep_better,
+    log_weight,
+    minimize_loss,
+)
+
+try:
+    import equinox as eqx
+    import paramax
+    from flowjax.bijections import AbstractBijection, Chain
+    from flowjax.distributions import Normal
+    from flowjax.flows import masked_autoregressive_flow
+except ImportError:
+    need("flowjax", "flows")  # says how to install it
+    raise
+
+
+class Bend(AbstractBijection):
+    """Yeo and Johnson's power map on every axis, with a power of its own for each.
+
+    Powers above 1 stretch the positive side and shorten the negative one.
+    """
+
+    raw: Array  # (dim,); zero leaves the axis as it is
+    shape: tuple[int, ...]
+    cond_shape: tuple[int, ...] | None
+
+    def __init__(self, dim: int) -> None:
+        """Start as the identity."""
+        self.raw, self.shape, self.cond_shape = jnp.zeros(dim), (dim,), None
+
+    def powers(self, x: Array) -> tuple[Array, Array]:
+        """Side and power at every entry of a point, or of its image."""
+        power = 0.01 + 1.98 * jax.nn.sigmoid(self.raw)
+        return jnp.where(x < 0, -1, 1), jnp.where(x < 0, 2 - power, power)
+
+    def transform_and_log_det(self, x: Any, condition: Any = None) -> tuple:
+        """Bend, and the log-determinant of it."""
+        side, power = self.powers(x)
+        log = jnp.log1p(side * x)
+        return side * jnp.expm1(power * log) / power, jnp.sum((power - 1) * log)
+
+    def inverse_and_log_det(self, y: Any, condition: Any = None) -> tuple:
+        """Straighten, and the log-determinant of it."""
+        side, power = self.powers(y)
+        log = jnp.log1p(power * side * y) / power
+        return side * jnp.expm1(log), -jnp.sum((power - 1) * log)
+
+
+class Design(NamedTuple):
+    """The build of an autoregressive flow.
+
+    Parameters
+    ----------
+    flows
+        How many to chain.
+    width
+        Units in each hidden layer.
+    depth
+        Hidden layers.
+    bend
+        Whether to end with Yeo and Johnson's power map on every axis.
+
+    Examples
+    --------
+    >>> Design(width=8, bend=True)
+    Design(flows=3, width=8, depth=2, bend=True)
+    """
+
+    flows: int = 3
+    width: int = 51
+    depth: int = 2
+    bend: bool = False
+
+
+# The flow of the paper's sparse regression.
+PAPER_FLOW = Design()
+
+
+def build_flow(design: Design, dim: int, key: Array) -> AbstractBijection:
+    """An inverse autoregressive flow that is nearly the identity, but for the order.
+
+    Examples
+    --------
+    >>> build_flow(Design(), 3, jax.random.key(0)).shape
+    (3,)
+    """
+    if dim < 2:
+        raise ValueError("a flow bends some axes by others: it needs two dimensions")
+    flow = masked_autoregressive_flow(
+        key,
+        base_dist=Normal(jnp.zeros(dim)),
+        flow_layers=design.flows,
+        nn_width=design.width,
+        nn_depth=design.depth,
+        nn_activation=jax.nn.elu,
+        invert=False,
+    ).bijection
+    weights, rest = eqx.partition(flow, eqx.is_inexact_array)
+    flow = eqx.combine(jax.tree.map(lambda weight: weight / 10, weights), rest)
+    return Chain([flow, Bend(dim)]) if design.bend else flow
+
+
+class Flow(NamedTuple):
+    """A FlowJAX bijection, then an affine map: x = base(bijection(z)).
+
+    Parameters
+    ----------
+    base
+        The affine map.
+    bijection
+        The bijection.
+    design
+        How it was built; None for one of your own, which cannot be saved.
+
+    Examples
+    --------
+    >>> from flowjax.bijections import Exp
+    >>> to_x = Flow(Affine(jnp.ones(2), jnp.ones(2)), Exp((2,)))
+    >>> to_x(jnp.zeros(2)).tolist()
+    [2.0, 2.0]
+    """
+
+    base: Affine
+    bijection: Any
+    design: Design | None = None
+
+    def __call__(self, z: Float[Array, " dim"]) -> Float[Array, " dim"]:
+        """Map z to x."""
+        return self.base(self.bijection.transform(z))
+
+    def inverse(self, x: Float[Array, " dim"]) -> Float[Array, " dim"]:
+        """Map x back to z, one coordinate after the other: slow."""
+        return self.bijection.inverse(self.base.inverse(x))
+
+    def with_log_det(
+        self, z: Float[Array, " dim"]
+    ) -> tuple[Float[Array, " dim"], Float[Array, ""]]:
+        """Map z to x; the log-determinants of both maps add up."""
+        y, first = self.bijection.transform_and_log_det(z)
+        x, second = self.base.with_log_det(y)
+        return x, first + second
+
+
+FLOW_SCHEDULE = Schedule(num_steps=20_000, batch=256, learning_rate=1e-2)
+
+
+def train_flow(
+    key: Array, logdensity: Density, start: Affine, design: Design, schedule: Schedule
+) -> tuple[Flow, np.ndarray]:
+    """A flow followed by ``start``, trained; and the losses of all steps."""
+    build_key, fit_key, _ = jax.random.split(key, 3)
+    dim = start.shift.size
+    bijection = build_flow(design, dim, build_key)
+    params, rest = eqx.partition(bijection, eqx.is_inexact_array)
+
+    def weigh(params: Any, z: Array) -> Array:
+        return log_weight(logdensity, Flow(start, eqx.combine(params, rest)), z)
+
+    params, loss = minimize_loss(fit_key, weigh, params, dim, schedule)
+    return Flow(start, paramax.unwrap(eqx.combine(params, rest)), design), loss
+
+
+def fit_flow(
+    key: Key[Array, ""],
+    logdensity: Density,
+    start: Affine,
+    design: Design = PAPER_FLOW,
+    schedule: Schedule = FLOW_SCHEDULE,
+    trials: int = 4,
+) -> Fit:
+    """Fit a flow followed by the affine map ``start``, by variational inference.
+
+    Of ``trials`` flows, each with another order of the coordinates, the one that is
+    best after a brief fit is fitted in full.
+
+    Examples
+    --------
+    >>> from swindles.transport import identity, standard_normal
+    >>> schedule = Schedule(num_steps=100, batch=16, learning_rate=1e-3)
+    >>> design, start = Design(flows=1, width=4, depth=1), identity(2)
+    >>> fit = fit_flow(jax.random.key(0), standard_normal, start, design, schedule, 1)
+    >>> fit.transport(jnp.zeros(2)).shape
+    (2,)
+    """
+    check_schedule(schedule)
+    steps, batch = max(schedule.num_steps // 10, 10), max(schedule.batch // 2, 2)
+    brief = schedule._replace(num_steps=steps, batch=batch, tolerance=-np.inf)
+
+    def loss_after_trial(key: Array) -> float:
+        return train_flow(key, logdensity, start, design, brief)[1][
+            -steps // 10 :
+        ].mean()
+
+    keys = jax.random.split(key, trials)
+    best = min(keys, key=loss_after_trial) if trials > 1 else key
+    fitted, loss = train_flow(best, logdensity, start, design, schedule)
+    return keep_better(jax.random.fold_in(key, 1), logdensity, start, fitted, loss)
+
+
+def named_arrays(bijection: Any) -> dict[str, Array]:
+    """The arrays of a bijection, each by the path to it."""
+    arrays = eqx.filter(bijection, eqx.is_array)
+    leaves = jax.tree_util.tree_leaves_with_path(arrays)
+    return {"bijection" + jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+# The format of the files, to be counted up when it changes.
+MAP_FORMAT = 1
+
+
+def save_map(path: str | Path, transport: Affine | Flow) -> None:
+    """Write a map to one file, to be read by ``load_map``.
+
+    Examples
+    --------
+    >>> from tempfile import TemporaryDirectory
+    >>> from swindles.transport import identity
+    >>> with TemporaryDirectory() as folder:
+    ...     save_map(folder + "/map.npz", identity(2))
+    ...     sorted(np.load(folder + "/map.npz"))
+    ['design', 'format', 'scale', 'shift']
+    """
+    fields: dict[str, Any] = {"format": MAP_FORMAT, "design": "null"}
+    if isinstance(transport, Affine):
+        fields |= transport._asdict()
+    elif isinstance(transport, Flow) and transport.design is not None:
+        fields["design"] = json.dumps(transport.design._asdict())
+        fields |= transport.base._asdict() | named_arrays(transport.bijection)
+    else:
+        raise ValueError("only an affine map or a flow of `fit_flow` can be saved")
+    with open(path, "wb") as file:
+        np.savez(file, **fields)
+
+
+def read_map(path: str | Path) -> tuple[Affine, Design | None, dict[str, np.ndarray]]:
+    """What ``save_map`` wrote: the affine map, the flow's design and its arrays."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            fields = dict(file)
+        version = int(fields.pop("format"))
+        options = json.loads(str(fields.pop("design")))
+        base = Affine(*(jnp.asarray(fields.pop(name)) for name in Affine._fields))
+    except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as problem:
+        raise ValueError(f"{path} is not a file that `save_map` wrote") from problem
+    if version != MAP_FORMAT:
+        raise ValueError(f"{path} has format {version}, not {MAP_FORMAT}: fit it anew")
+    return base, options and Design(**options), fields
+
+
+def load_map(path: str | Path) -> Affine | Flow:
+    """Read a map that ``save_map`` wrote.
+
+    Examples
+    --------
+    >>> from tempfile import TemporaryDirectory
+    >>> from swindles.transport import identity
+    >>> with TemporaryDirectory() as folder:
+    ...     save_map(folder + "/map.npz", identity(2))
+    ...     load_map(folder + "/map.npz").scale.tolist()
+    [1.0, 1.0]
+    """
+    base, design, fields = read_map(path)
+    if design is None:
+        return base
+    key = jax.random.key(0, impl="unsafe_rbg")  # quick to compile; no draw is kept
+    blank = paramax.unwrap(build_flow(design, base.shift.size, key))
+    shapes = {name: array.shape for name, array in named_arrays(blank).items()}
+    if shapes != {name: array.shape for name, array in fields.items()}:
+        raise ValueError(f"the arrays of {path} are not those of a flow of {design}")
+    arrays, rest = eqx.partition(blank, eqx.is_array)
+    leaves = [jnp.asarray(fields[name]) for name in shapes]
+    arrays = jax.tree.unflatten(jax.tree.structure(arrays), leaves)
+    return Flow(base, eqx.combine(arrays, rest), design)
