@@ -8,7 +8,6 @@ About 20 minutes each on one core. Name models to run only those.
 """
 
 import argparse
-import csv
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -25,6 +24,9 @@ from scipy.special import logsumexp
 import swindles
 from swindles import targets
 from swindles.models import Model, from_numpyro
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "book"))
+from pipeline import as_table, provenance, where, write_rows
 
 RESULTS = Path(__file__).parents[1] / "book" / "results"
 REPEATS = 20
@@ -152,7 +154,7 @@ CASES = {
         0.0002,
     ),
     "logistic regression": Case(
-        targets.logistic_regression,
+        lambda: Model(targets.logistic_regression().logdensity, jnp.zeros(25)),
         lambda x: x,
         logistic_truth,
         0.0001,
@@ -176,17 +178,19 @@ def repeat(name: str, seed: int, truth: tuple[np.ndarray, np.ndarray]) -> list[d
         "steps": int(np.sum(report.job.run.rows.plus.steps)),
         "seconds": round(report.job.seconds, 2),
     }
+    made_by = provenance("numpyro")
     columns = zip(report.names, found.mean, found.mcse, sd, *truth, strict=True)
     return [
         about
         | {
             "statistic": which,
-            "mean": m,
+            "mean": f"{m:.9g}",
             "mcse": e,
             "sd": s,
             "asked": case.relative * s,
         }
-        | {"truth": t, "truth_error": te}
+        | {"truth": f"{t:.9g}", "truth_error": te}
+        | made_by
         for which, m, e, s, t, te in columns
     ]
 
@@ -263,16 +267,54 @@ def race(name: str, seed: int, seconds: float) -> list[dict]:
                 "median": np.median(error),
                 "rhat": report.estimate.rhat.max(),
             }
+            | provenance("numpyro")
         )
     return rows
 
 
-def write(path: Path, rows: list[dict]) -> None:
-    """Write a table."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+def warn_of_repeats(rows: list[dict]) -> None:
+    """Print what is wrong with repeated calls: errors, spread, accuracy, waste."""
+    table = as_table(rows)
+    for model in dict.fromkeys(table["model"]):
+        mine = where(table, model=model)
+        repeats = len(np.unique(mine["repeat"]))
+        mean, mcse, asked, steps = (
+            mine[name].reshape(repeats, -1)
+            for name in ("mean", "mcse", "asked", "steps")
+        )
+        error = np.hypot(mine["mcse"], mine["truth_error"])
+        spread = mean.var(0, ddof=1) if repeats > 1 else np.nan * mean[0]
+        ratio = np.sqrt((spread / (mcse**2).mean(0)).mean())
+        too_long = np.median(1 / (mcse / asked).max(1) ** 2)
+        for fault, found in {
+            "not all reached or trusted": (mine["reached"] * mine["trusted"]).min() < 1,
+            "further off than four errors": (
+                np.abs(mine["mean"] - mine["truth"]) > 4 * error
+            ).any(),
+            f"spread over stated error {ratio:.2f}": not 0.85 < ratio < 1.15,
+            "less accurate than asked": np.sqrt((spread / asked.mean(0) ** 2).mean())
+            > 1.1,
+            f"{too_long:.1f} times as long as needed": too_long > 2
+            and np.median(steps) > 80,
+        }.items():
+            if found:
+                print(f"WARNING: {model}: {fault}")
+
+
+def warn_of_races(rows: list[dict]) -> None:
+    """Print where plain HMC is ahead: error times the root of the seconds."""
+    table = as_table(rows)
+    for name in dict.fromkeys(table["posterior"]):
+        best, plain = (
+            where(table, posterior=name, asked=asked) for asked in ("", "plain")
+        )
+        cost = [
+            np.mean(np.log(part["worst"]) + np.log(part["seconds"]) / 2)
+            for part in (best, plain)
+        ]
+        if np.exp(cost[0] - cost[1]) > 1.2:
+            ratio = np.exp(cost[0] - cost[1])
+            print(f"WARNING: {name}: {ratio:.2f} times the error of plain HMC")
 
 
 def main() -> None:
@@ -295,7 +337,8 @@ def main() -> None:
                 rows += repeat(name, seed, truth)
             print(rows[-1], flush=True)
             if not arguments.names:
-                write(path, rows)
+                write_rows(path, rows)
+    (warn_of_repeats if arguments.what == "repeats" else warn_of_races)(rows)
 
 
 if __name__ == "__main__":

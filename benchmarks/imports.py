@@ -1,4 +1,4 @@
-"""How long ``import swindles`` takes, over ``import jax, blackjax``: a ratio in one run.
+"""How long ``import swindles`` takes, over ``import jax, blackjax``: one ratio.
 
 Both are timed in fresh processes, in turn; the middle one of each counts.
 """

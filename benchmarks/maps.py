@@ -26,12 +26,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swindles import targets, transport
-from swindles.antithetic import plain
+from swindles import neutra, targets, transport
 from swindles.coupling import hmc
-from swindles.cva import cva
-from swindles.latent import Problem, swindle
-from swindles.transport import FLOW_SCHEDULE, PAPER_FLOW, Design, Schedule
+from swindles.models import make_problem
+from swindles.neutra import FLOW_SCHEDULE, PAPER_FLOW, Design
+from swindles.schemes import swindle
+from swindles.transport import Schedule
 
 # What the trials of `fit_flow` choose for jax.random.key(0).
 FLOW_KEY = jax.random.split(jax.random.key(0))[1]
@@ -63,7 +63,7 @@ def fit_bent(design, **options):
     begin = time.perf_counter()
     start = transport.identity(target.dim)
     key = options.pop("key", jax.random.key(0))
-    fit = transport.fit_flow(key, target.logdensity, start, design, **options)
+    fit = neutra.fit_flow(key, target.logdensity, start, design, **options)
     name = "bent flow" if design.bend else "the paper's flow"
     row(f"sparse, {name}", fit, time.perf_counter() - begin)
     return fit
@@ -71,14 +71,14 @@ def fit_bent(design, **options):
 
 def run_chains(fit):
     """Print what HMC and CVA give per step with the map of the sparse posterior."""
-    target = targets.sparse_logistic_regression()
-    problem = Problem(target.logdensity, fit.transport, target.dim)
-    for scheme in (plain, cva):
+    target = targets.sparse_logistic_regression()._replace(constrain=lambda x: x)
+    problem = make_problem(target).through(fit.transport)
+    for scheme in ("plain", "cva"):
         result = swindle(jax.random.key(1), scheme, hmc(0.2, 5), problem, 256, 800, 400)
         ess = result.estimate.ess / result.estimate.num_draws
         acceptance = result.rates["acceptance"]["plus"]
         print(
-            f"  {scheme.__name__:6} acceptance {acceptance:.3f}, "
+            f"  {scheme:6} acceptance {acceptance:.3f}, "
             f"ESS per step {ess.min():.2f} / {np.median(ess):.2f} / {ess.max():.2f}, "
             f"R-hat {result.estimate.rhat.max():.2f}",
             flush=True,
@@ -94,7 +94,7 @@ if __name__ == "__main__":
     if arguments.save:
         longer = FLOW_SCHEDULE._replace(num_steps=60_000, tolerance=-np.inf)
         fit = fit_bent(PAPER_FLOW, key=FLOW_KEY, schedule=longer, trials=1)
-        transport.save(SAVED, fit.transport)
+        neutra.save_map(SAVED, fit.transport)
     else:
         affine = transport.AFFINE_SCHEDULE
         if arguments.best:

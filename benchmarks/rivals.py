@@ -41,7 +41,6 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,79 +51,59 @@ import numpy as np
 from blackjax.base import SamplingAlgorithm
 from numpyro.infer import MCMC, NUTS
 
-from swindles import targets, tuning
-from swindles.antithetic import (
-    antithetic,
-    estimate_pairs,
-    fold_pairs,
-    plain,
-)
-from swindles.control import estimate_controls, fold_controls
+from swindles.antithetic import estimate_series, fold_series, pair_series
+from swindles.control import reference_mean
 from swindles.coupling import Total, couple, hmc, is_total, run, start
-from swindles.cva import cva
-from swindles.latent import Problem, known_expectation
-from swindles.stein import Order, estimate_stein, fold_stein
-from swindles.transport import Schedule, fit_affine, laplace, load
+from swindles.models import Model, make_problem
+from swindles.schemes import SCHEMES, finish_run, learn, plan_series
+from swindles.stein import Order
+from swindles.tuning import adapt_step_size
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "book"))
+from experiments import fit_transport, load_model, mean_and_variance
+from pipeline import peak_memory, provenance, read_rows, write_rows
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "book"))
-from pipeline import peak_memory, provenance, read_rows, write_rows  # noqa: E402
-
 RESULTS = ROOT / "book" / "results" / "rivals.csv"
 ESTIMATES = ROOT / "_build" / "rivals"
 NUM_CHAINS = 64  # or pairs, or triples
 NUM_CHUNKS = 20  # of a run
 FIRST = 20  # steps of the first chunk
+TYPICAL_DRAWS = 1_000_000  # of a run: the error of a known mean is weighed against them
 PARTS = ("mean", "variance")
-
-
-def fit_round(target):
-    """The affine map of a posterior that is nearly Gaussian."""
-    begin = laplace(target.logdensity, jnp.zeros(target.dim))
-    schedule = Schedule(num_steps=500, batch=32, learning_rate=1e-3)
-    return fit_affine(jax.random.key(1), target.logdensity, begin, schedule).transport
-
-
-def load_flow(target):
-    """The flow of the sparse posterior: `benchmarks/maps.py --save` fits it."""
-    return load(files("swindles") / "data" / "sparse_flow.npz")
 
 
 class Posterior(NamedTuple):
     """A posterior, and the settings that depend on it."""
 
-    make: Callable[[], targets.Target]
-    fit: Callable[[targets.Target], Any] = fit_round
+    make: Callable[[], Model]
+    fit: Callable[[Model], Any]  # its map
     dense: bool = True  # mass matrix of NUTS
     adaptation: int = 600  # steps of NumPyro, all chains
     warmup: int = 100  # steps of HMC, after those that find the step size
+    learning: int = 1000  # the same, where many coefficients are learned from them
     acceptance: float = 0.95  # that the swindles aim at
     order: Order = "full"  # of the Stein features
-    every: int = 10  # steps between products of features
 
 
 # On item response a dense matrix would need many more draws than there are parameters:
 # NUTS is far faster with a diagonal one. On the sparse posterior the swindles accept
 # less, as `tune` recommends.
-POSTERIORS = {
-    "logistic": Posterior(targets.logistic_regression),
-    "item": Posterior(
-        targets.item_response,
-        dense=False,
-        adaptation=200,
-        warmup=50,
-        order="diagonal",
-        every=1,
-    ),
-    "sparse": Posterior(
-        targets.sparse_logistic_regression, load_flow, warmup=300, acceptance=0.9
-    ),
+SETTINGS = {
+    "logistic": {},
+    "item": {
+        "dense": False,
+        "adaptation": 200,
+        "warmup": 50,
+        "learning": 600,
+        "order": "diagonal",
+    },
+    "sparse": {"warmup": 300, "learning": 1200, "acceptance": 0.9},
 }
-
-
-def moments_about(center):
-    """The statistic: means and squared deviations from a fixed center."""
-    return lambda x: {"mean": x, "variance": (x - center) ** 2}
+POSTERIORS = {
+    name: Posterior(partial(load_model, name), partial(fit_transport, name), **settings)
+    for name, settings in SETTINGS.items()
+}
 
 
 def count_gradients(fold):
@@ -133,7 +112,9 @@ def count_gradients(fold):
 
     def counting(sums, states, infos):
         leaps = [
-            infos[name].num_integration_steps for name in infos if name != "control"
+            info.num_integration_steps
+            for name, info in infos._asdict().items()
+            if name != "control"
         ]
         number = sum(jnp.sum(each, dtype=float) for each in leaps)
         return update(sums[0], states, infos), Total(sums[1].value + number)
@@ -230,8 +211,8 @@ def numpyro_nuts(posterior, center, key):
     states = start(algorithm, mcmc.last_state)
     sizes = np.asarray(mcmc.last_state.adapt_state.step_size)
     settings = f"step {np.median(sizes):.3g}, adapted in {posterior.adaptation} steps"
-    fold = fold_pairs(moments_about(center), states)
-    return Chains(keys[2], algorithm, states, fold, estimate_pairs, settings)
+    fold = fold_series(pair_series(partial(mean_and_variance, center)), states)
+    return Chains(keys[2], algorithm, states, fold, estimate_series, settings)
 
 
 def keep_positions(state, info, adaptation):
@@ -255,51 +236,43 @@ def blackjax_nuts(posterior, center, key, adaptation=1000, warmup=100):
     later = np.linspace(adaptation // 2, adaptation - 1, NUM_CHAINS).astype(int)
     states = start(algorithm, trail[later])
     settings = f"step {found['step_size']:.3g}, one chain adapted in {adaptation} steps"
-    fold = fold_pairs(moments_about(center), states)
-    chains = Chains(keys[3], algorithm, states, fold, estimate_pairs, settings)
+    fold = fold_series(pair_series(partial(mean_and_variance, center)), states)
+    chains = Chains(keys[3], algorithm, states, fold, estimate_series, settings)
     chains.draw(warmup)
     chains.forget()
     return chains
 
 
-def after_map(posterior, center, key, scheme, make_fold, acceptance):
-    """HMC in latent space, by some scheme; trajectories have the length pi / 2."""
-    keys, target = jax.random.split(key, 3), posterior.make()
-    to_x = posterior.fit(target)
-    problem = Problem(target.logdensity, to_x, target.dim, moments_about(center))
-    found = tuning.quick(keys[0], problem, target=acceptance, num_chains=NUM_CHAINS)
+def after_map(posterior, center, key, scheme, order):
+    """HMC in latent space, by some scheme; trajectories have the length pi / 2.
+
+    The warm-up learns the coefficients of the scheme, if it has any.
+    """
+    keys, model = jax.random.split(key, 4), posterior.make()
+    statistics = partial(mean_and_variance, center)
+    problem = make_problem(model, statistics).through(posterior.fit(model))
+    chains, swindled = SCHEMES[scheme], len(SCHEMES[scheme].chains) > 1
+    target = posterior.acceptance if swindled else 0.8
+    found = adapt_step_size(keys[0], problem, target=target, num_chains=NUM_CHAINS)
     sampler = hmc(found.step_size, found.num_integration_steps)
-    algorithm = scheme(sampler, problem.latent())
+    algorithm = chains.build(sampler, problem.logdensity)
     states = start(algorithm, found.positions)
-    fold, finish = make_fold(keys[1], problem, states)
+    known = reference_mean(keys[1], problem, 1_000_000) if chains.has_control else None
+    steps = posterior.learning if chains.stein else posterior.warmup
+    states, plan, learned = learn(
+        keys[2], algorithm, states, problem, scheme, steps, TYPICAL_DRAWS, known, order
+    )
+    fold = fold_series(plan_series(plan, problem.statistic), states, plan.center)
     settings = f"step {found.step_size:.3g}, {found.num_integration_steps} leaps"
-    chains = Chains(keys[2], algorithm, states, fold, finish, settings)
-    chains.draw(posterior.warmup)
-    chains.forget()
-    return chains
-
-
-def fold_scheme(order, every, key, problem, states):
-    """What to sum, and how to read it: Stein features, a control chain, or neither."""
-    feature = problem.feature()
-    if "control" in states:
-        known = known_expectation(key, problem, 1_000_000)
-        fold = fold_controls(feature, states, known, full=False)
-        return fold, lambda sums: estimate_controls(sums, known)
-    if order == "none":
-        return fold_pairs(feature, states), estimate_pairs
-    fold = fold_stein(feature, states, order, every=every)
-    return fold, partial(estimate_stein, order=order)
+    finish = partial(finish_run, plan=plan, learned=learned)
+    return Chains(keys[3], algorithm, states, fold, finish, settings)
 
 
 def latent_method(scheme, order="none"):
     """A method that runs after the map; the order None is the posterior's highest."""
 
     def prepare(posterior, center, key):
-        features = order or posterior.order
-        make_fold = partial(fold_scheme, features, posterior.every)
-        acceptance = 0.8 if scheme is plain else posterior.acceptance
-        return after_map(posterior, center, key, scheme, make_fold, acceptance)
+        return after_map(posterior, center, key, scheme, order or posterior.order)
 
     return prepare
 
@@ -307,19 +280,19 @@ def latent_method(scheme, order="none"):
 METHODS = {
     "numpyro-nuts": numpyro_nuts,
     "blackjax-nuts": blackjax_nuts,
-    "hmc": latent_method(plain),
-    "zv-first": latent_method(plain, "first"),
-    "zv-second": latent_method(plain, None),
-    "cva": latent_method(cva),
-    "antithetic-stein": latent_method(antithetic, None),
+    "hmc": latent_method("plain"),
+    "zv-first": latent_method("stein", "first"),
+    "zv-second": latent_method("stein", None),
+    "cva": latent_method("cva"),
+    "antithetic-stein": latent_method("antithetic+stein", None),
 }
 
 
 def find_center(posterior):
     """Means of the map, for the squared deviations of all methods."""
-    target = posterior.make()
-    problem = Problem(target.logdensity, posterior.fit(target), target.dim)
-    return known_expectation(jax.random.key(4), problem).mean
+    model = posterior.make()
+    problem = make_problem(model).through(posterior.fit(model))
+    return reference_mean(jax.random.key(4), problem).mean
 
 
 def usable_error(estimate):

@@ -3,10 +3,11 @@
     python benchmarks/schemes.py
 
 A CVA step of 256 chains with five leapfrog steps needs 5 x 512 values and gradients of
-the log density. The table gives the time of a whole run, with statistics, sums and
-products for the regression, as a multiple of the time of those evaluations alone, in
-batches of the same size. Runs are interleaved; each time is the best of several. The
-last two rows compare an antithetic pair of two chains with one batch of both.
+the log density. The table gives the time of a whole run, with statistics and sums, as a
+multiple of the time of those evaluations alone, in batches of the same size. The row
+"learning" is a warm-up of CVA, with the products that the coefficients come from. Runs
+are interleaved; each time is the best of several. The last two rows compare an
+antithetic pair of two chains with one batch of both.
 
     python benchmarks/schemes.py --memory 10000
 
@@ -23,12 +24,14 @@ import jax.numpy as jnp
 import numpy as np
 from blackjax.base import SamplingAlgorithm
 
-from swindles.antithetic import antithetic, fold_pairs, plain
-from swindles.control import control, exact, fold_controls
+from swindles.antithetic import antithetic, fold_series
+from swindles.control import fold_pair_products, reference_mean
 from swindles.coupling import hmc, run, start
-from swindles.cva import cva
+from swindles.models import make_problem
+from swindles.schemes import CHAINS as SCHEME_CHAINS
+from swindles.schemes import SCHEMES, learn, plan_series
 from swindles.targets import item_response, logistic_regression
-from swindles.transport import laplace, pull_back
+from swindles.transport import laplace
 
 CHAINS, LEAPS, STEPS, REPEATS = 256, 5, 100, 7
 
@@ -64,36 +67,55 @@ def batched_pair(sampler, logdensity):
     return SamplingAlgorithm(init, step)
 
 
+def latent_problem(target, statistics=None):
+    """A posterior in the latent space of its Laplace map."""
+    target = target._replace(constrain=lambda x: x)
+    to_x = laplace(target.logdensity, target.position)
+    return make_problem(target, statistics).through(to_x)
+
+
+def make_fold(problem, scheme, algorithm, z):
+    """What a run of a scheme sums, and the states after its warm-up."""
+    known = reference_mean(jax.random.key(2), problem)
+    states, plan, _ = learn(
+        jax.random.key(3),
+        algorithm,
+        start(algorithm, z),
+        problem,
+        scheme,
+        STEPS,
+        STEPS * CHAINS,
+        known,
+        "none",
+    )
+    return fold_series(plan_series(plan, problem.statistic), states), states
+
+
 def cost():
     """Print the table of ratios."""
-    target = logistic_regression()
-    to_x = laplace(target.logdensity, jnp.zeros(target.dim))
-    latent = pull_back(target.logdensity, to_x)
-    shift, scale = (np.asarray(part, np.float64) for part in to_x)
-    known = exact([shift, shift**2 + (scale**2).sum(1)])
-    z = jax.random.normal(jax.random.key(0), (CHAINS, target.dim))
-
-    def statistic(z):
-        x = to_x(z)
-        return jnp.concatenate([x, x**2])
-
+    problem = latent_problem(
+        logistic_regression(), lambda x: {"mean": x, "square": x**2}
+    )
+    latent = problem.logdensity
+    z = jax.random.normal(jax.random.key(0), (CHAINS, problem.dim))
     work = {}
-    for scheme in (plain, antithetic, control, cva):
-        algorithm = scheme(hmc(0.3, LEAPS), latent)
-        states = start(algorithm, z)
-        pairs = scheme in (plain, antithetic)
-        fold = (
-            fold_pairs(statistic, states)
-            if pairs
-            else fold_controls(statistic, states, known)
-        )
-        per_step = LEAPS * (2 if scheme in (antithetic, cva) else 1)
-        work[scheme.__name__] = (
+    for scheme in SCHEME_CHAINS:
+        algorithm = SCHEMES[scheme].build(hmc(0.3, LEAPS), latent)
+        fold, states = make_fold(problem, scheme, algorithm, z)
+        gradients = STEPS * LEAPS * SCHEMES[scheme].num_targets
+        work[scheme] = (
             lambda a=algorithm, s=states, f=fold: run(
                 jax.random.key(1), a, s, STEPS, f, 4, progress=False
             ),
-            bare_gradients(latent, z, STEPS * per_step),
+            bare_gradients(latent, z, gradients),
         )
+    products = fold_pair_products(problem.statistic, states)  # of CVA, the last scheme
+    work["learning"] = (
+        lambda a=algorithm, s=states: run(
+            jax.random.key(1), a, s, STEPS, products, 4, progress=False
+        ),
+        work["cva"][1],
+    )
     # The same pair with and without a batch of its own, no statistics.
     for name, scheme in {"two chains": antithetic, "one batch": batched_pair}.items():
         algorithm = scheme(hmc(0.3, LEAPS), latent)
@@ -121,19 +143,17 @@ def cost():
 
 def memory(num_steps):
     """Print the peak memory of a long CVA run on the item-response posterior."""
-    target = item_response()
-    to_x = laplace(target.logdensity, jnp.zeros(target.dim))
-    algorithm = cva(hmc(0.3, 1), pull_back(target.logdensity, to_x))
-    z = jax.random.normal(jax.random.key(0), (CHAINS, target.dim))
-    states = start(algorithm, z)
-    fold = fold_controls(to_x, states, exact(to_x.shift))
+    problem = latent_problem(item_response())
+    algorithm = SCHEMES["cva"].build(hmc(0.3, 1), problem.logdensity)
+    z = jax.random.normal(jax.random.key(0), (CHAINS, problem.dim))
+    fold, states = make_fold(problem, "cva", algorithm, z)
     begin = time.perf_counter()
     run(jax.random.key(1), algorithm, states, num_steps, fold)
     status = Path("/proc/self/status").read_text()
     peak = int(status.split("VmHWM:")[1].split()[0]) / 1024
     seconds = time.perf_counter() - begin
     print(
-        f"{CHAINS} chains x {num_steps} steps x {target.dim}: peak {peak:.0f} MB, "
+        f"{CHAINS} chains x {num_steps} steps x {problem.dim}: peak {peak:.0f} MB, "
         f"{seconds:.0f} s"
     )
 

@@ -22,7 +22,7 @@ the mean of the map), and over both.
 """
 
 import argparse
-import csv
+import sys
 import time
 from importlib.resources import files
 from itertools import chain
@@ -53,7 +53,10 @@ from swindles.tuning import (
     summarize_pilot,
 )
 
-RESULTS = Path(__file__).parent.parent / "book" / "results" / "tuning.csv"
+sys.path.insert(0, str(Path(__file__).parents[1] / "book"))
+from pipeline import provenance, read_rows, write_rows
+
+RESULTS = Path(__file__).parents[1] / "book" / "results" / "tuning.csv"
 CHAINS = {"logistic": 64, "item": 16, "sparse": 64}  # of the pilot runs
 BUDGET = {"logistic": 1e6, "item": 3.1e5, "sparse": 4.5e5}  # gradients for them
 # Chains, warm-up and steps of the grid. CVA costs twice as much a step.
@@ -224,7 +227,8 @@ def compare(name, kept):
 def label(name, kind, found, spent=0, repeat=0):
     """The rows of a measurement, with what else there is to say."""
     first = {"posterior": name, "kind": kind, "repeat": repeat}
-    return [{**first, **row, "spent": spent} for row in found]
+    last = {"spent": spent} | provenance()
+    return [first | row | last for row in found]
 
 
 def measure_path(name, rows):
@@ -245,23 +249,23 @@ def measure_path(name, rows):
         yield label(name, "path", found, repeat=number)
 
 
-def read():
-    """The rows that are there already."""
-    if not RESULTS.exists():
-        return []
-    with RESULTS.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def write(rows):
-    """Write all rows, numbers with four digits."""
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            short = {k: f"{v:.4g}" for k, v in row.items() if isinstance(v, float)}
-            writer.writerow(row | short)
+def warn(rows):
+    """Print where `tune` has not found what a grid finds, or not cheaply."""
+    found = {
+        (row["posterior"], row["scheme"], row["kind"]): row
+        for row in rows
+        if row["integrator"] == "velocity Verlet"
+    }
+    for (name, scheme, kind), best in found.items():
+        tuned = found.get((name, scheme, "tuned"))
+        if kind != "best" or tuned is None:
+            continue
+        ess, spent = (float(tuned[n]) / float(best[n]) for n in ("ess_all", "spent"))
+        if ess < 0.8 or spent > 0.1:
+            print(
+                f"WARNING: {name} {scheme}: `tune` has {ess:.2f} of the grid's ESS "
+                f"for {spent:.2f} of its gradients"
+            )
 
 
 if __name__ == "__main__":
@@ -276,7 +280,7 @@ if __name__ == "__main__":
     if not set(wanted) <= set(CHAINS):
         parser.error(f"a posterior is one of {', '.join(CHAINS)}")
     for name in wanted:
-        begin, rows = time.perf_counter(), read()
+        begin, rows = time.perf_counter(), read_rows(RESULTS)
         mine = [row for row in rows if row["posterior"] == name]
         if arguments.path:
             rows = [row for row in rows if row not in mine or row["kind"] != "path"]
@@ -287,6 +291,7 @@ if __name__ == "__main__":
             parts = chain(compare(name, kept), measure_path(name, rows))
         for part in parts:
             rows += part
-            write(rows)
+            write_rows(RESULTS, rows)
             kind, seconds = part[0]["kind"], time.perf_counter() - begin
             print(f"{name} {kind}: {seconds:.0f} s", flush=True)
+    warn(read_rows(RESULTS))

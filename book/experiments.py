@@ -41,7 +41,7 @@ FAMILIES = {"hmc": HMC, "mala": MALA, "rwm": RANDOM_WALK}
 PAPER_SCHEMES = ("plain", "antithetic", "control", "cva")
 
 
-class Job(NamedTuple):
+class SamplerJob(NamedTuple):
     """One run of one sampler."""
 
     posterior: str
@@ -105,20 +105,26 @@ PUBLISHED: dict[tuple[str, str], list[tuple[float, int]]] = {
 FLOW = Path(str(files("swindles"))) / "data" / "sparse_flow.npz"
 
 
-def load_posterior(name: str) -> tuple[Model, Transport]:
-    """A posterior, whose statistics see the position as it is, and its map."""
-    make = {
+def load_model(posterior: str) -> Model:
+    """A posterior whose statistics see the position as it is."""
+    make: dict[str, Callable[[], Model]] = {
         "logistic": targets.logistic_regression,
         "item": targets.item_response,
         "sparse": targets.sparse_logistic_regression,
-    }[name]
-    model = make()._replace(constrain=lambda x: x)
-    if name == "sparse":
-        return model, load_map(FLOW)
+        "held-out": partial(targets.logistic_regression, held_out=0.1),
+    }
+    return make[posterior]()._replace(constrain=lambda x: x)
+
+
+def fit_transport(posterior: str, model: Model) -> Transport:
+    """The map of a posterior: a flow, or an affine map that is fitted here."""
+    if posterior == "sparse":
+        return load_map(FLOW)
     begin = laplace(model.logdensity, jnp.zeros(model.dim))
+    if posterior == "held-out":
+        return begin  # its center is the mode, whose predictions we want to compare
     plan = Schedule(num_steps=500, batch=32, learning_rate=1e-3)
-    fit = fit_affine(jax.random.key(1), model.logdensity, begin, plan)
-    return model, fit.transport
+    return fit_affine(jax.random.key(1), model.logdensity, begin, plan).transport
 
 
 def mean_and_variance(center: Any, x: Any) -> dict[str, Any]:
@@ -129,28 +135,19 @@ def mean_and_variance(center: Any, x: Any) -> dict[str, Any]:
 @lru_cache(maxsize=1)
 def prepare(posterior: str) -> tuple[Problem, Expectation]:
     """A posterior with its statistics in latent space, and what is known under Q."""
-    if posterior == "held-out":
-        problem = held_out_problem()
-    else:
-        model, to_x = load_posterior(posterior)
-        means = make_problem(model).through(to_x)
-        center = jnp.asarray(reference_mean(jax.random.key(4), means).mean, float)
-        statistics = partial(mean_and_variance, center)
-        problem = make_problem(model, statistics).through(to_x)
+    model = load_model(posterior)
+    to_x, held_out = fit_transport(posterior, model), model.held_out
+    means = make_problem(model).through(to_x)
+    center = jnp.asarray(reference_mean(jax.random.key(4), means).mean, float)
+
+    def statistics(x: Any) -> Any:
+        return jnp.exp(held_out(x)) if held_out else mean_and_variance(center, x)
+
+    problem = make_problem(model, statistics).through(to_x)
     return problem, reference_mean(jax.random.key(5), problem, 1_000_000)
 
 
-def held_out_problem() -> Problem:
-    """The posterior of nine tenths of the data; probabilities of the other labels."""
-    model = targets.logistic_regression(held_out=0.1)
-    model = model._replace(constrain=lambda x: x)
-    assert model.held_out is not None
-    score = model.held_out
-    to_x = laplace(model.logdensity, jnp.zeros(model.dim))
-    return make_problem(model, lambda x: jnp.exp(score(x))).through(to_x)
-
-
-class Setup(NamedTuple):
+class Prepared(NamedTuple):
     """What the repeats of a pair have in common."""
 
     algorithm: Any
@@ -161,12 +158,14 @@ class Setup(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def set_up(job: Job, step_size: float, leaps: int, size: Size) -> Setup:
+def prepare_scheme(
+    job: SamplerJob, step_size: float, leaps: int, size: Size
+) -> Prepared:
     """Build the algorithm of a job and learn its coefficients; repeats share them."""
     problem, known = prepare(job.posterior)
     sampler = FAMILIES[job.sampler].make(step_size, leaps)
     algorithm = SCHEMES[job.scheme].build(sampler, problem.logdensity)
-    states, draws = begin(7, algorithm, problem, size), size.chains * size.steps
+    states, draws = start_chains(7, algorithm, problem, size), size.chains * size.steps
     key, warmup = jax.random.key(8), size.steps
     states, plan, learned = learn(
         key, algorithm, states, problem, job.scheme, warmup, draws, known, "none"
@@ -177,32 +176,34 @@ def set_up(job: Job, step_size: float, leaps: int, size: Size) -> Setup:
         plain, swindled = series(states)
         return plain if swindled is None else swindled
 
-    return Setup(algorithm, plan, learned, fold_series(series, states), observe)
+    return Prepared(algorithm, plan, learned, fold_series(series, states), observe)
 
 
-def begin(seed: int, algorithm: Any, problem: Problem, size: Size) -> Any:
+def start_chains(seed: int, algorithm: Any, problem: Problem, size: Size) -> Any:
     """States of all chains at draws of Q."""
     z = jax.random.normal(jax.random.key(seed), (size.chains, problem.dim))
     return start(algorithm, z)
 
 
-def sample(job: Job, step_size: float, leaps: int, size: Size) -> tuple[Result, float]:
+def sample(
+    job: SamplerJob, step_size: float, leaps: int, size: Size
+) -> tuple[Result, float]:
     """Do the run of a job: the result, and the seconds of its second half."""
-    setup = set_up(job._replace(repeat=0), step_size, leaps, size)
-    algorithm, fold = setup.algorithm, setup.fold
-    states = begin(1000 + job.repeat, algorithm, prepare(job.posterior)[0], size)
+    prepared = prepare_scheme(job._replace(repeat=0), step_size, leaps, size)
+    algorithm, fold = prepared.algorithm, prepared.fold
+    states = start_chains(1000 + job.repeat, algorithm, prepare(job.posterior)[0], size)
     keys = jax.random.split(jax.random.key(5000 + job.repeat))
     states, _ = run(keys[0], algorithm, states, size.steps, fold, progress=False)
     clock = time.perf_counter()
     _, sums = run(keys[1], algorithm, states, size.steps, fold, progress=False)
     seconds = time.perf_counter() - clock
-    return finish_run(sums, setup.plan, setup.learned), seconds
+    return finish_run(sums, prepared.plan, prepared.learned), seconds
 
 
 Settings = dict[str, list[Row]]  # what was tuned, by the name of the job
 
 
-def settings_of(job: Job, tuned: Settings) -> tuple[float, int]:
+def settings_of(job: SamplerJob, tuned: Settings) -> tuple[float, int]:
     """Step size and leapfrog steps of a job."""
     if job.settings == "published":
         at = PAPER_SCHEMES.index(job.scheme)
@@ -211,7 +212,7 @@ def settings_of(job: Job, tuned: Settings) -> tuple[float, int]:
     return float(found["step_size"]), int(found["leaps"])
 
 
-def measure_efficiency(tuned: Settings, size: Size, job: Job) -> list[Row]:
+def measure_efficiency(tuned: Settings, size: Size, job: SamplerJob) -> list[Row]:
     """Run a job; one row for each statistic and dimension."""
     step_size, leaps = settings_of(job, tuned)
     result, seconds = sample(job, step_size, leaps, size)
@@ -264,7 +265,7 @@ def by_dimension(result: Result) -> Iterator[Row]:
         }
 
 
-def measure_settings(size: Size, job: Job) -> list[Row]:
+def measure_settings(size: Size, job: SamplerJob) -> list[Row]:
     """Tune a scheme; one row."""
     problem, family = prepare(job.posterior)[0], FAMILIES[job.sampler]
     found = tune(
@@ -297,15 +298,15 @@ def held_out_loss(prediction: np.ndarray) -> np.ndarray:
     return -np.log(np.clip(prediction, 1e-6, 1)).mean(-1)
 
 
-def measure_prediction(tuned: Settings, size: Size, job: Job) -> list[Row]:
+def measure_prediction(tuned: Settings, size: Size, job: SamplerJob) -> list[Row]:
     """Held-out losses of averages over 1, 2, 4, ... steps; one row for each."""
     settings = settings_of(job._replace(posterior="logistic"), tuned)
-    setup = set_up(job._replace(repeat=0), *settings, size)
+    prepared = prepare_scheme(job._replace(repeat=0), *settings, size)
     problem = prepare(job.posterior)[0]
-    states = begin(2000 + job.repeat, setup.algorithm, problem, size)
+    states = start_chains(2000 + job.repeat, prepared.algorithm, problem, size)
     keys = jax.random.split(jax.random.key(6000 + job.repeat))
-    states, _ = run(keys[0], setup.algorithm, states, size.steps, progress=False)
-    _, found = record(keys[1], setup.algorithm, states, 256, setup.observe, False)
+    states, _ = run(keys[0], prepared.algorithm, states, size.steps, progress=False)
+    _, found = record(keys[1], prepared.algorithm, states, 256, prepared.observe, False)
     rest, rows = found.astype(np.float64), []
     for steps in 2 ** np.arange(9):
         loss = held_out_loss(rest[:steps].mean(0))
@@ -327,12 +328,14 @@ def four_ends(statistic: Callable, place: int, states: Any, infos: Any) -> Row:
     return {name: values[:, place] for name, values in ends.items()} | moves
 
 
-def measure_traces(tuned: Settings, size: Size, job: Job) -> list[Row]:
+def measure_traces(tuned: Settings, size: Size, job: SamplerJob) -> list[Row]:
     """Thirty steps of sixteen sets of coupled chains; one row for each step and set."""
     problem, known = prepare(job.posterior)
     sampler = FAMILIES[job.sampler].make(*settings_of(job, tuned))
     algorithm = SCHEMES[job.scheme].build(sampler, problem.logdensity)
-    states = begin(3000 + job.repeat, algorithm, problem, size._replace(chains=16))
+    states = start_chains(
+        3000 + job.repeat, algorithm, problem, size._replace(chains=16)
+    )
     keys = jax.random.split(jax.random.key(7000 + job.repeat))
     states, _ = run(keys[0], algorithm, states, size.steps, progress=False)
     observe = partial(four_ends, problem.statistic, problem.dim)  # a variance
@@ -347,10 +350,10 @@ def measure_traces(tuned: Settings, size: Size, job: Job) -> list[Row]:
     ]
 
 
-def all_pairs(sizes: dict[str, Size]) -> list[Job]:
+def all_pairs(sizes: dict[str, Size]) -> list[SamplerJob]:
     """Every sampler with every scheme, where there is a budget to tune it."""
     return [
-        Job(posterior, sampler, scheme, "tuned", 0)
+        SamplerJob(posterior, sampler, scheme, "tuned", 0)
         for posterior, size in sizes.items()
         for sampler in FAMILIES
         for scheme in PAPER_SCHEMES
@@ -358,10 +361,10 @@ def all_pairs(sizes: dict[str, Size]) -> list[Job]:
     ]
 
 
-def efficiency_jobs(sizes: dict[str, Size]) -> list[Job]:
+def efficiency_jobs(sizes: dict[str, Size]) -> list[SamplerJob]:
     """All pairs, repeated; and with published settings HMC, or all if none is tuned."""
     pairs = all_pairs(sizes) + [
-        Job(posterior, sampler, scheme, "published", 0)
+        SamplerJob(posterior, sampler, scheme, "published", 0)
         for posterior, size in sizes.items()
         for sampler in FAMILIES
         for scheme in PAPER_SCHEMES
@@ -380,8 +383,8 @@ def perform(scale: str, folder: Path) -> None:
     sizes = SIZES[scale]
     logistic = sizes.get("logistic")
 
-    def done(name: str, jobs: list[Job], measure: Callable) -> Settings:
-        def one(job: Job) -> list[Row]:
+    def done(name: str, jobs: list[SamplerJob], measure: Callable) -> Settings:
+        def one(job: SamplerJob) -> list[Row]:
             return measure(sizes.get(job.posterior, logistic), job)
 
         return finish(Experiment(name, jobs, one), folder / scale)
@@ -389,14 +392,14 @@ def perform(scale: str, folder: Path) -> None:
     tuned = done("settings", all_pairs(sizes), measure_settings)
     done("efficiency", efficiency_jobs(sizes), partial(measure_efficiency, tuned))
     if logistic is not None:
+        one = [SamplerJob("logistic", "hmc", "cva", "published", 0)]
+        done("traces", one, partial(measure_traces, tuned))
         held_out = [
-            Job("held-out", "hmc", scheme, "tuned", repeat)
+            SamplerJob("held-out", "hmc", scheme, "tuned", repeat)
             for scheme in PAPER_SCHEMES
             for repeat in range(logistic.repeats)
         ]
         done("prediction", held_out, partial(measure_prediction, tuned))
-        one = [Job("logistic", "hmc", "cva", "published", 0)]
-        done("traces", one, partial(measure_traces, tuned))
 
 
 def results(name: str, scale: str | None = None, folder: Path | None = None) -> Table:

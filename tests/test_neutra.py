@@ -47,6 +47,8 @@ SEED = 20203
 DIM = 6
 POINTS = 100
 SMALL = Design(flows=2, width=8, depth=2)
+# FlowJAX draws its weights with many keys at once: this kind compiles quickly.
+QUICK_KEY = jax.random.key(SEED, impl="unsafe_rbg")
 SHIPPED = files("swindles") / "data" / "sparse_flow.npz"
 
 
@@ -65,8 +67,8 @@ def some_flow(base, design):
         drawn = rng.normal(size=leaf.shape) / np.sqrt(leaf.shape[-1])
         return jnp.asarray(drawn, leaf.dtype)
 
-    key = jax.random.key(SEED, impl="unsafe_rbg")  # quick to compile
-    weights, rest = eqx.partition(build_flow(design, DIM, key), eqx.is_inexact_array)
+    bijection = build_flow(design, DIM, QUICK_KEY)
+    weights, rest = eqx.partition(bijection, eqx.is_inexact_array)
     bijection = eqx.combine(jax.tree.map(draw, weights), rest)
     return Flow(base, paramax.unwrap(bijection), design)
 
@@ -86,8 +88,13 @@ def make(name, dtype="float32"):
         return FLOWS[name]()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("float64", 1e-9)])
-@pytest.mark.parametrize("name", FLOWS)
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"),
+    [
+        *((name, "float64", 1e-9) for name in FLOWS),
+        ("bent flow, diagonal", "float32", 1e-3),
+    ],
+)
 def test_round_trip_and_volume(name, dtype, tolerance):
     with jax.enable_x64(dtype == "float64"):
         to_x = make(name, dtype)
@@ -177,7 +184,7 @@ def curved(x):
 def test_flow_fits_what_affine_maps_cannot():
     schedule = Schedule(num_steps=3000, batch=128, learning_rate=1e-2)
     design = Design(flows=3, width=16)
-    flow = fit_flow(jax.random.key(0), curved, identity(2), design, schedule, 1)
+    flow = fit_flow(QUICK_KEY, curved, identity(2), design, schedule, 1)
     affine = fit_affine(jax.random.key(0), curved, identity(2, True), schedule)
     log_z = np.log(2 * np.pi * 0.3)
     assert log_z - affine.elbo > 0.3
@@ -223,14 +230,14 @@ class Quadratic:
     """A log density that can be watched: a function of its own for each use."""
 
     def __call__(self, x):
-        return -0.5 * x @ x
+        return -0.5 * (x - 1) @ (x - 1)
 
 
 def test_what_was_compiled_for_a_density_dies_with_it():
     density = Quadratic()
     gone = weakref.ref(density)
-    schedule, key = Schedule(10, 2, 1e-3), jax.random.key(0, impl="unsafe_rbg")
-    fit_flow(key, density, identity(DIM), SMALL, schedule, trials=1)
+    schedule = Schedule(10, 2, 1e-3)
+    fit_flow(QUICK_KEY, density, identity(DIM), SMALL, schedule, trials=1)
     del density
     gc.collect()
     assert gone() is None
@@ -333,8 +340,7 @@ def test_flows_lower_for_cuda():
 
 
 def test_the_fit_of_a_flow_lowers_for_cuda():
-    key = jax.random.key(0, impl="unsafe_rbg")
-    bijection = build_flow(SMALL._replace(bend=True), DIM, key)
+    bijection = build_flow(SMALL._replace(bend=True), DIM, QUICK_KEY)
     params, rest = eqx.partition(bijection, eqx.is_inexact_array)
 
     def weigh(params, z):

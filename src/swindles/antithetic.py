@@ -269,7 +269,9 @@ def antithetic_correlation(sums: Sums) -> np.ndarray:
 
 
 def estimate_series(
-    sums: Sums, shared: ArrayLike = 0.0, rho: dict[str, np.ndarray] | None = None
+    sums: Sums,
+    shared: ArrayLike = 0.0,
+    rho: dict[str, Float[np.ndarray, " dim"]] | None = None,
 ) -> Result:
     """The estimate of any run from its running sums.
 

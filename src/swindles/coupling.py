@@ -353,7 +353,16 @@ def add_block(
     fold: tuple[Any, Callable],
     num_steps: int,
 ) -> Run:
-    """The run with one more block of steps. ``fold`` is as in ``run``."""
+    """The run with one more block of steps. ``fold`` is as in ``run``.
+
+    Examples
+    --------
+    >>> algorithm = couple(plus=hmc(0.3, 5)(lambda x: -0.5 * jnp.sum(x**2)))
+    >>> count = jnp.zeros(()), lambda sums, *_: sums + 1
+    >>> begun = begin_run(start(algorithm, jnp.zeros((4, 2))), count[0])
+    >>> add_block(jax.random.key(0), begun, algorithm, count, 5).steps
+    5
+    """
     zero, update = fold
     program = block_program(algorithm, update)
     first, last = run.steps, run.steps + num_steps

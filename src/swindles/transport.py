@@ -514,8 +514,6 @@ def pareto_k(weights: Float[np.ndarray, " draws"]) -> float:
     >>> pareto_k(np.linspace(0, 1e5, 4000)), pareto_k(np.ones(4000))
     (inf, -inf)
     """
-    from arviz_stats.base import array_stats
-
     weights = np.asarray(weights, np.float64)
     if not np.isfinite(weights).all():
         return np.inf
@@ -527,6 +525,8 @@ def pareto_k(weights: Float[np.ndarray, " draws"]) -> float:
         return -np.inf
     if tail[0] < -500:  # exp would underflow
         return np.inf
+    from arviz_stats.base import array_stats
+
     # ArviZ takes log likelihoods, whose negatives are the log weights.
     return float(array_stats.psislw(-weights)[1])
 

@@ -1,0 +1,932 @@
+"""The front door: right answers, honest errors, and words when there are none.
+
+Most tests start from a job that is made by hand, with a map and settings that are known
+to be good. The slow ones go through the whole call.
+"""
+
+import gc
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from pipeline import read_rows
+from scipy.special import gamma
+
+import swindles
+from swindles import estimation
+from swindles.accuracy import summarize, trace_moments
+from swindles.choice import CANDIDATES, Choice
+from swindles.coupling import hmc, start, take_steps
+from swindles.estimation import (
+    MOST_LINES,
+    ROWS,
+    VERSION,
+    Engine,
+    Goal,
+    Report,
+    Task,
+    as_key,
+    chain_warnings,
+    describe_problem,
+    drop_half,
+    has_bias,
+    has_drift,
+    is_reached,
+    job_notes,
+    load,
+    make_goal,
+    make_job,
+    make_report,
+    merge_rows,
+    read_job,
+    round_to_error,
+    run_until_done,
+    tail_warnings,
+    write_job,
+)
+from swindles.models import Model, make_problem
+from swindles.schemes import SCHEMES, Plan
+from swindles.targets import skewed
+from swindles.transport import Affine
+
+ROOT = Path(__file__).parents[1]
+DIM, CHAINS, SEED = 3, 64, 7
+TARGET = skewed(DIM)
+TRUTH = np.concatenate([TARGET.truth["mean"], TARGET.truth["square"]])
+TO_X = Affine(jnp.full(DIM, 0.4), jnp.full(DIM, 0.8))
+
+
+def moments(x):
+    return {"mean": x, "square": x**2}
+
+
+def logdensity(x):
+    return TARGET.logdensity(x)
+
+
+PROBLEM = make_problem(Model(logdensity, jnp.zeros(DIM)), moments)
+LATENT = PROBLEM.through(TO_X)
+ENDLESS = Goal(None, 1e-6, None, None)
+ABOUT = describe_problem(PROBLEM) | {"chains": CHAINS, "scheme": "antithetic"}
+ABOUT["key"] = np.asarray(jax.random.key_data(as_key(SEED))).tolist()
+
+
+def make_plan(scheme):
+    """A plan with arbitrary coefficients, if the scheme has any."""
+    rng, used = np.random.default_rng(1), SCHEMES[scheme]
+    features = 6 * used.has_control + 2 * DIM * used.stein
+    beta = rng.normal(size=6 if features == 6 and used.has_control else (features, 6))
+    order = "diagonal" if used.stein else "none"
+    mean, zero = rng.normal(size=features), np.zeros(6)
+    return Plan(scheme, order, beta, mean, zero, TRUTH, np.full(6, 1e-7))
+
+
+@cache
+def begin(scheme="antithetic"):
+    """A job before its first step, and its engine."""
+    algorithm = SCHEMES[scheme].build(hmc(0.5, 3), LATENT.logdensity)
+    z = jax.random.normal(jax.random.key(3), (CHAINS, DIM))
+    choice = Choice(make_plan(scheme), 0.5, 3, start(algorithm, z), {}, 0)
+    job = make_job(jax.random.key(5), choice, ENDLESS, TO_X, 0.1)
+    engine = Engine(job, LATENT)
+    return engine.begin(job), engine
+
+
+def take(job, engine, number):
+    for _ in range(number):
+        job = engine.add_block(job)
+    return job
+
+
+@cache
+def taken(number, scheme="antithetic"):
+    """A job after so many blocks."""
+    return take(*begin(scheme), number)
+
+
+def budget(blocks):
+    """So many of the first blocks, in gradients."""
+    return ENDLESS._replace(gradients=blocks * 10.0 * CHAINS * 3 * 2)
+
+
+def run_on(job, blocks, file=None):
+    """So many blocks more of a job."""
+    job = job._replace(goal=budget(blocks))
+    return run_until_done(job, Task(PROBLEM, TO_X, file, ABOUT))
+
+
+@pytest.fixture(scope="module")
+def report():
+    """A report on thirty blocks."""
+    return run_on(begin()[0], 30)
+
+
+def test_answer_is_right(report):
+    error = np.abs(report.estimate.mean - TRUTH) / report.estimate.mcse
+    assert report.job.run.steps == 300 and error.max() < 4
+    assert report.trusted, report.warnings
+    assert not report.reached, "of a millionth nobody can dream"
+
+
+def test_gradients_are_counted_over_all_chains(report):
+    assert report.job.gradients == 300 * CHAINS * 2 * 3
+    assert taken(2, "plain").gradients == 20 * CHAINS * 3
+
+
+REPEATS, ASKED = 20, 0.004
+
+
+@pytest.fixture(scope="module")
+def repeats():
+    """Twenty runs to the accuracy asked for."""
+    begun, engine = begin()
+    found, goal = [], Goal(None, ASKED, None, None)
+    for seed in range(REPEATS):
+        key = np.asarray(jax.random.key_data(jax.random.key(seed)))
+        job = take(begun._replace(key=key, goal=goal), engine, 3)  # to forget the start
+        rows = job.run._replace(rows=begun.run.rows)
+        job, done = job._replace(run=rows, draws=begun.draws), False
+        while not done:
+            job = engine.add_block(job)
+            done = is_reached(job, job.estimate())
+        found.append(job.estimate())
+    return found
+
+
+@pytest.mark.slow
+def test_stated_error_is_the_real_one(repeats):
+    score = np.array([(e.mean - TRUTH) / e.mcse for e in repeats])
+    assert np.abs(score).max() < 4.5
+    assert 0.85 < np.sqrt((score**2).mean()) < 1.15
+
+
+@pytest.mark.slow
+def test_accuracy_asked_for_is_delivered_and_not_much_more(repeats):
+    sd = np.sqrt([e.variance for e in repeats])
+    real = np.sqrt(np.mean([(e.mean - TRUTH) ** 2 for e in repeats], axis=0))
+    assert (real < 1.1 * ASKED * sd.mean(0)).all()
+    too_long = (ASKED * sd / [e.mcse for e in repeats]).min(1) ** 2
+    assert too_long.max() < 2 and too_long.min() >= 1
+
+
+def test_sums_are_those_of_the_recorded_run():
+    job, engine = begin("plain")
+    values = []
+    for _ in range(20):
+        job = engine.add_block(job._replace(length=1))
+        values.append(jax.vmap(LATENT.statistic)(job.run.states.plus.position))
+    direct = summarize(trace_moments(np.asarray(values, np.float64), 2))
+    found = taken(2, "plain").estimate()
+    assert np.allclose(found.mean, direct.mean, rtol=1e-5)
+    assert np.allclose(found.mcse, direct.mcse, rtol=1e-4)
+    assert np.allclose(found.variance, direct.variance, rtol=1e-4)
+    assert np.allclose(found.rhat, direct.rhat, rtol=1e-4)
+
+
+def size_of(job):
+    leaves = jax.tree.leaves(job._replace(history=0))
+    return sum(np.asarray(leaf).nbytes for leaf in leaves)
+
+
+def test_memory_does_not_grow_and_nothing_is_lost():
+    job, engine = begin()
+    sizes, seen = [], []
+    for _ in range(3 * ROWS):
+        job = engine.add_block(job)
+        sizes.append(size_of(job))
+        seen.append(len(job.draws))
+    assert max(seen) < ROWS and seen[-1] >= ROWS // 2
+    merged = sum(b < a for a, b in pairwise(seen))
+    assert merged > 3 and job.length == 10 * 2**merged
+    rows = job.run.rows
+    for steps in (rows.plus.steps, rows.swindled.steps, rows.rates.steps):
+        assert int(np.sum(steps)) == job.run.steps
+    assert max(sizes) == max(sizes[:ROWS])
+
+
+def test_merging_changes_no_estimate():
+    job = taken(8)
+    merged = merge_rows(job)
+    before, after = job.estimate(), merged.estimate()
+    assert np.allclose(before.mean, after.mean, rtol=1e-6)
+    assert np.allclose(before.mcse, after.mcse, rtol=1e-4)
+    assert np.allclose(before.variance, after.variance, rtol=1e-4)
+    assert np.array_equal(merged.draws, job.draws[1::2]) and merged.length == 20
+    rates, both = job.run.rows.rates, merged.run.rows.rates
+    assert np.sum(rates.accepted["minus"]) == np.sum(both.accepted["minus"])
+    assert len(both.divergent) == 4
+
+
+def test_errors_that_stay_are_part_of_the_error():
+    job = taken(2, "plain")
+    before = job.estimate().mcse
+    plan = job.plan._replace(shared=np.full(6, 0.09), rounding=np.full(6, 0.4))
+    after = job._replace(plan=plan).estimate().mcse
+    assert np.allclose(after**2 - before**2, 0.25)
+
+
+def shifted(job, rows, by):
+    """The job with so much more in each step of some rows of the swindled sums."""
+    sums = job.run.rows
+    total = sums.swindled.total.copy()
+    total[rows] += by * job.length
+    changed = sums._replace(swindled=sums.swindled._replace(total=total))
+    return job._replace(run=job.run._replace(rows=changed))
+
+
+def test_drift_is_seen_and_dropped():
+    job = taken(16)
+    assert not has_drift(job) and chain_warnings(job) == []
+    moved = shifted(job, slice(8), 1.0)
+    assert has_drift(moved) and "moving" in chain_warnings(moved)[0]
+    rest = drop_half(moved)
+    assert len(rest.draws) == 8 and rest.dropped == 80 and not has_drift(rest)
+    assert np.sum(rest.run.rows.rates.steps) == 80
+
+
+def test_a_start_that_is_far_off_is_dropped_by_itself():
+    job, engine = begin()
+    states = start(engine.algorithm, jnp.full((CHAINS, DIM), -8.0))
+    job = job._replace(run=job.run._replace(states=jax.device_get(states)))
+    found = run_on(job, 60)
+    assert found.job.dropped >= 80 and "dropped as warm-up" in str(found)
+    error = np.abs(found.estimate.mean - TRUTH) / found.estimate.mcse
+    assert found.trusted and error.max() < 4.5
+
+
+def test_bias_is_seen():
+    assert has_bias(taken(8, "cva")), "its coefficients and known mean are arbitrary"
+    honest = taken(16)
+    assert not has_bias(honest)
+    biased = shifted(honest, slice(None), 0.2)
+    assert has_bias(biased) and not has_drift(biased)
+    assert "not that of the chain" in chain_warnings(biased)[0]
+
+
+def test_warnings_about_chains():
+    job = taken(16)
+    rates = job.run.rows.rates
+    idle = rates.accepted["minus"].copy()
+    idle[8:, :3] = 0  # of one of two chains, in the second half
+    few = {"minus": np.zeros_like(rates.decoupled["minus"])}
+    few["minus"][0, :29] = 1
+    cases = {
+        "3 of 64 chains are stuck": {"accepted": rates.accepted | {"minus": idle}},
+        "diverge": {"divergent": rates.divergent + 1},
+        "only 29 decouplings": {"decoupled": few},
+    }
+    for words, change in cases.items():
+        rows = job.run.rows._replace(rates=rates._replace(**change))
+        found = chain_warnings(job._replace(run=job.run._replace(rows=rows)))
+        assert len(found) == 1 and words in found[0]
+
+
+def test_warnings_about_tails():
+    job = taken(16)
+    assert tail_warnings(job, LATENT) == []
+    rng = np.random.default_rng(0)
+    wild = job._replace(draws=rng.standard_cauchy(job.draws.shape).astype(np.float32))
+    (words,) = tail_warnings(wild, LATENT)
+    assert words == "tails of 6 statistics (mean[0]) are too heavy for an error"
+
+
+def test_notes():
+    job = taken(16)
+    found = job.estimate()
+    assert job_notes(job, found) == []
+    plan = job.plan._replace(rounding=found.mcse, shared=found.mcse**2)
+    changed = job._replace(plan=plan, pareto_k=1.0, stuck=2, dropped=80)
+    notes = job_notes(changed, found)
+    words = ["arithmetic", "control's mean", "Pareto k 1.0", "2 chains", "80 steps"]
+    assert len(notes) == 5
+    assert all(word in note for word, note in zip(words, notes, strict=True))
+
+
+def test_goals():
+    sd = np.array([1.0, 2.0, 0.0])
+    assert Goal(None, 0.1, None, None).errors(sd).tolist() == [0.1, 0.2, np.inf]
+    both = Goal(np.array([0.15, 0.15, 0.15]), 0.1, None, None)
+    assert np.allclose(both.errors(sd), [0.1, 0.15, 0.15])
+    assert make_goal(PROBLEM, None, None, 60, None).relative == 0.01
+    each = {"mean": [1.0, 2, 3], "square": [4.0, 5, 6]}
+    goal = make_goal(PROBLEM, each, None, None, 9.0)
+    assert goal.mcse.tolist() == [1, 2, 3, 4, 5, 6] and goal.relative is None
+    assert goal.is_spent(1e9, 9.0) and not goal.is_spent(1e9, 8.0)
+
+
+BAD_GOALS = [
+    {"mcse": 0.0},
+    {"mcse": [1.0, 2.0]},
+    {"mcse": np.nan},
+    {"relative": -1.0},
+    {"seconds": 0.0},
+    {"gradients": np.inf},
+]
+
+
+@pytest.mark.parametrize("bad", BAD_GOALS)
+def test_bad_goals(bad):
+    goal = {"mcse": None, "relative": None, "seconds": 1.0, "gradients": None} | bad
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        make_goal(PROBLEM, **goal)
+
+
+def test_reached_needs_a_margin_rhat_rest_and_blocks(monkeypatch):
+    job = taken(16)
+    found = job.estimate()._replace(rhat=np.ones(6))
+    margin = 1 + 1 / np.sqrt(2 * (CHAINS - 1))
+
+    def reached(mcse, found=found, job=job):
+        return is_reached(job._replace(goal=Goal(mcse, None, None, None)), found)
+
+    just = found.mcse * margin * 1.001
+    assert reached(just) and not reached(found.mcse * 1.01)
+    assert not reached(just, found._replace(rhat=np.full(6, 1.2)))
+    assert not reached(just, job=job._replace(draws=job.draws[:7]))
+    known = job.plan._replace(shared=found.mcse**2 / 2)
+    assert reached(found.mcse / 9, job=job._replace(plan=known)), "as good as it can be"
+    monkeypatch.setattr(estimation, "has_drift", lambda job: True)
+    assert not reached(just)
+
+
+# Files.
+
+
+@pytest.mark.parametrize("scheme", ["plain", "cva"])
+def test_files_hold_everything(scheme, tmp_path):
+    job = taken(2, scheme)
+    goal = Goal(np.full(6, 0.5), 0.1, None, 1e9)
+    job = job._replace(goal=goal, forecast={"cva": 3.0, "plain": np.inf})
+    write_job(tmp_path / "run.npz", job, {"names": ["a"]})
+    back, about = read_job(tmp_path / "run.npz")
+    assert about == {"names": ["a"]}
+    assert jax.tree.structure(job) == jax.tree.structure(back)
+    for one, other in zip(jax.tree.leaves(job), jax.tree.leaves(back), strict=True):
+        assert type(one) is type(other) or np.asarray(one).dtype == other.dtype
+        assert np.array_equal(one, other)
+    assert list(tmp_path.iterdir()) == [tmp_path / "run.npz"]
+    engine = begin(scheme)[1]
+    ahead, behind = take(job, engine, 2), take(back, engine, 2)
+    assert np.array_equal(ahead.swindled.total, behind.swindled.total)
+    assert (back.run.rows.swindled is None) == (scheme == "plain")
+
+
+def contents(file):
+    """The arrays of a file, and its head."""
+    with np.load(file) as stored:
+        arrays = {name: stored[name] for name in stored.files}
+    return arrays, json.loads(str(arrays.pop("head")))
+
+
+def test_files_go_by_name(tmp_path):
+    job, file, other = taken(2, "cva"), tmp_path / "run.npz", tmp_path / "other.npz"
+    write_job(file, job, {})
+    arrays, head = contents(file)
+    assert np.array_equal(arrays["run/states/minus/position"], job.run.states[1][0])
+    assert np.array_equal(arrays["run/rows/plus/total"], job.run.rows.plus.total)
+    assert np.array_equal(arrays["plan/beta"], job.plan.beta)
+    assert head["others"]["plan/scheme"] == "cva" and head["swindles"] == VERSION
+
+    head["others"] = dict(reversed(head["others"].items()))
+    np.savez(other, **dict(reversed(arrays.items())), head=json.dumps(head))
+    back, again = read_job(file)[0], read_job(other)[0]
+    for one, two in zip(jax.tree.leaves(back), jax.tree.leaves(again), strict=True):
+        assert np.array_equal(one, two)
+
+
+def test_another_format_is_refused(tmp_path):
+    file = tmp_path / "run.npz"
+    write_job(file, taken(2, "plain"), {})
+    arrays, head = contents(file)
+    for version in (1, VERSION + 1):
+        np.savez(file, **arrays, head=json.dumps(head | {"swindles": version}))
+        with pytest.raises(ValueError, match=f"format {version}.* reads only format"):
+            load(file)
+
+
+def test_other_files_are_refused(tmp_path):
+    (tmp_path / "text").write_text("no run")
+    np.savez(tmp_path / "foreign.npz", x=1)
+    write_job(tmp_path / "whole.npz", taken(2, "plain"), {})
+    whole = (tmp_path / "whole.npz").read_bytes()
+    (tmp_path / "half.npz").write_bytes(whole[: len(whole) // 2])
+    arrays, head = contents(tmp_path / "whole.npz")
+    del arrays["run/rows/plus/total"]
+    np.savez(tmp_path / "less.npz", **arrays, head=json.dumps(head))
+    for name in ("text", "foreign.npz", "half.npz", "less.npz", "missing"):
+        with pytest.raises(ValueError, match=f"{name} is not a run"):
+            load(tmp_path / name)
+
+
+def test_a_file_of_another_run_is_refused(report, tmp_path):
+    file, start_at = tmp_path / "run.npz", jnp.zeros(DIM)
+    report.save(file)
+    options = {"file": file, "scheme": "antithetic"}
+    with pytest.raises(ValueError, match="another chains and key"):
+        swindles.estimate(logdensity, start_at, moments, 1, **options)
+    with pytest.raises(ValueError, match="another logdensity"):
+        load(file, lambda x: 2 * logdensity(x) + 1, start_at, moments)
+    with pytest.raises(ValueError, match="another names"):
+        load(file, logdensity, start_at)
+    write_job(file, report.job._replace(transport=None), ABOUT)
+    with pytest.raises(ValueError, match="map of your own: give it again"):
+        load(file, logdensity, start_at, moments)
+    assert load(file, logdensity, start_at, moments, TO_X).transport is TO_X
+
+
+def test_files_can_be_looked_at_without_the_model(report, tmp_path):
+    report.save(tmp_path / "run.npz")
+    seen = load(tmp_path / "run.npz")
+    assert isinstance(seen, Report) and seen.names == PROBLEM.names
+    assert np.array_equal(seen.estimate.mean, report.estimate.mean)
+    assert seen.mean["mean[0]"] == report.estimate.mean[0]
+    assert str(seen) == str(report), "what was asked for is in the file"
+    assert len(seen.plot().axes[0].lines) == 2
+    for action in (seen.resume, seen.to_arviz):
+        with pytest.raises(ValueError, match="model"):
+            action()
+
+
+# Stopping and going on.
+
+
+def assert_same(one, other):
+    """To the last bit."""
+    assert one.job.run.steps == other.job.run.steps
+    assert np.array_equal(one.estimate.mean, other.estimate.mean)
+    assert np.array_equal(one.estimate.mcse, other.estimate.mcse)
+    assert np.array_equal(one.job.swindled.total, other.job.swindled.total)
+    assert np.array_equal(one.job.run.states.plus.position, last_positions(other))
+
+
+def last_positions(report):
+    return report.job.run.states.plus.position
+
+
+def test_going_on_is_the_same_as_not_stopping():
+    begun = begin()[0]
+    whole, half = run_on(begun, 12), run_on(begun, 7)
+    rest = half.resume(gradients=budget(5).gradients, seconds=None)
+    assert rest.job.run.steps == 120 and rest.job.goal.relative == ENDLESS.relative
+    assert_same(rest, whole)
+    with pytest.raises(ValueError, match="relative"):
+        half.resume(relative=0.0)
+
+
+def test_resume_reaches_what_is_asked_for(report, tmp_path):
+    sd = np.sqrt(report.estimate.variance)
+    target = float(0.7 * (report.estimate.mcse / sd).max())
+    found = report.resume(relative=target, file=tmp_path / "run.npz")
+    assert found.reached and (found.estimate.mcse <= target * sd * 1.05).all()
+    assert found.job.run.steps > report.job.run.steps
+    seen = load(tmp_path / "run.npz")
+    assert seen.reached and seen.job.goal.relative == target
+
+
+def test_ctrl_c_gives_what_there_is(monkeypatch, tmp_path):
+    calls, add_block = [], Engine.add_block
+
+    def impatient(self, job):
+        calls.append(0)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return add_block(self, job)
+
+    file, begun = tmp_path / "run.npz", begin()[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "add_block", impatient)
+        found = run_on(begun, 9, file)
+    assert found.job.run.steps == 50 and "Not there yet" in str(found)
+    rest = load(file, logdensity, jnp.zeros(DIM), moments)
+    assert_same(rest, found)
+    rest = rest.resume(relative=1e-6, gradients=budget(4).gradients, seconds=None)
+    assert_same(rest, run_on(begun, 9))
+
+
+def test_ctrl_c_before_the_first_block_is_ctrl_c(monkeypatch, tmp_path):
+    def now(self, job):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "add_block", now)
+    with pytest.raises(KeyboardInterrupt):
+        run_on(begin()[0], 9, tmp_path / "run.npz")
+    assert read_job(tmp_path / "run.npz")[0].run.steps == 0, "the set-up is not lost"
+
+
+CALL = f"""
+import sys
+import jax.numpy as jnp
+import swindles
+from swindles import estimation
+from swindles.targets import skewed
+
+estimation.SAVE_EVERY = 0.0
+swindles.estimate(
+    skewed({DIM}).logdensity, jnp.zeros({DIM}), lambda x: {{"mean": x, "square": x**2}},
+    key={SEED}, relative=1e-7, seconds=None, gradients=1e12, scheme="antithetic",
+    chains={CHAINS}, file=sys.argv[1]
+)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_in_the_same_bits(tmp_path):
+    file, seen = tmp_path / "run.npz", set()
+    write_job(file, begin()[0], ABOUT)  # as the call leaves it after its set-up
+    victim = subprocess.Popen([sys.executable, "-c", CALL, str(file)])
+    while len(seen) < 6:  # the job as it was, and some blocks
+        seen.add(file.stat().st_mtime_ns)
+        assert victim.poll() is None
+        time.sleep(0.002)
+    os.kill(victim.pid, signal.SIGKILL)
+    victim.wait()
+    before = load(file).job
+    assert before.run.steps > 0
+    rest = swindles.estimate(
+        logdensity,
+        jnp.zeros(DIM),
+        moments,
+        SEED,
+        relative=1e-7,
+        seconds=None,
+        gradients=7 * before.length * CHAINS * 6,
+        scheme="antithetic",
+        chains=CHAINS,
+        file=file,
+    )
+    assert rest.job.run.steps == before.run.steps + 7 * before.length
+    assert load(file).job.run.steps == rest.job.run.steps
+    whole, engine = begin()
+    while whole.run.steps < rest.job.run.steps:
+        whole = engine.add_block(whole)
+    assert_same(rest, make_report(whole, Task(PROBLEM, TO_X, None, {})))
+
+
+# The report.
+
+
+def test_names_and_shapes_survive(report):
+    assert sorted(report.mean) == ["mean", "square"]
+    assert report.mean["square"].shape == report.mcse["mean"].shape == (3,)
+    assert report.rhat["mean"].shape == report.ess["mean"].shape == (3,)
+    assert np.allclose(report.sd["mean"] ** 2, np.pi**2 / 6 - 1, rtol=0.1)
+
+
+def test_text_and_html_say_it_all(report):
+    text = str(report)
+    assert repr(report) == text
+    for name in [*PROBLEM.names, "error", "R-hat", "antithetic", "Not there yet"]:
+        assert name in text
+    assert "Do not trust" not in text
+    names = ["<i>", *PROBLEM.names[1:]]
+    doubtful = replace(report, warnings=["a < b"], names=names)
+    assert not doubtful.trusted
+    assert "Do not trust" in str(doubtful) and "- a < b" in str(doubtful)
+    page = doubtful._repr_html_()
+    assert "&lt;i&gt;" in page and "a &lt; b" in page and page.count("<tr>") == 7
+
+
+def test_long_tables_are_cut(report):
+    times = 20
+    parts = {
+        name: np.tile(getattr(report.estimate, name), times)
+        for name in ("mean", "mcse", "ess", "rhat", "variance")
+    }
+    estimate = report.estimate._replace(**parts)
+    long = replace(report, estimate=estimate, names=PROBLEM.names * times)
+    lines = str(long).splitlines()
+    assert len(lines) < MOST_LINES + 6
+    assert f"... and {6 * times - MOST_LINES} more" in lines
+
+
+def test_digits_are_those_that_are_known():
+    cases = [(0.123456, 0.0012), (-5.0, 1.5), (1e6, 2e4), (2.0, np.nan)]
+    found = [round_to_error(*case) for case in cases]
+    assert found == ["0.1235", "-5.0", "1000000", "2"]
+
+
+def test_exports(report):
+    table = report.to_dict()
+    assert table["mean"] == report.estimate.mean.tolist()
+    assert table["scheme"] == "antithetic" and table["warnings"] == []
+    frame = report.to_pandas()
+    assert list(frame.index) == PROBLEM.names
+    assert np.allclose(frame["mcse"], report.estimate.mcse)
+    data = report.to_arviz()
+    draws = data.posterior["x"]
+    assert draws.shape == (CHAINS, len(report.job.draws), 3)
+    assert np.allclose(draws.mean(("chain", "draw")), TRUTH[:3], atol=0.1)
+    assert np.allclose(data.posterior.attrs["mean"], report.estimate.mean)
+
+
+@pytest.mark.parametrize(
+    ("module", "export", "words"),
+    [
+        ("pandas", "to_pandas", r"pandas.*swindles\[pandas\]"),
+        ("arviz", "to_arviz", r"arviz.*swindles\[arviz\]"),
+        ("matplotlib.pyplot", "plot", r"matplotlib.*swindles\[plot\]"),
+    ],
+)
+def test_a_missing_library_is_named(report, monkeypatch, module, export, words):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=words):
+        getattr(report, export)()
+
+
+def test_plot_shows_errors_that_fall_and_coupled_chains(report):
+    errors, chains = report.plot().axes
+    x, y = errors.lines[0].get_data()
+    assert len(x) == len(report.job.history) and y[-1] < y[0] and (np.diff(x) > 0).all()
+    shown = [line.get_ydata() for line in chains.lines]
+    assert len(shown) == 2 and np.corrcoef(*shown)[0, 1] < -0.5
+
+
+# What is compiled.
+
+
+def go_on_with_a_copy(folder, number):
+    """One more call on a model of its own, from a file; weak references to it."""
+    file = folder / f"{number}.npz"
+    shutil.copy(folder / "begun.npz", file)
+
+    def own_density(x):
+        return TARGET.logdensity(x)
+
+    def own_moments(x):
+        return {"mean": x, "square": x**2}
+
+    found = swindles.estimate(
+        own_density,
+        jnp.zeros(DIM),
+        own_moments,
+        SEED,
+        gradients=budget(4).gradients,
+        scheme="antithetic",
+        chains=CHAINS,
+        file=file,
+    )
+    assert found.job.run.steps == 40
+    return weakref.ref(own_density), weakref.ref(own_moments), weakref.ref(found)
+
+
+def test_what_is_compiled_for_a_call_goes_with_it(tmp_path):
+    write_job(tmp_path / "begun.npz", begin()[0], ABOUT)
+    client, programs = jax.devices()[0].client, []
+    for number in range(4):
+        left = go_on_with_a_copy(tmp_path, number)
+        gc.collect()
+        assert [reference() for reference in left] == [None] * 3
+        programs.append(len(client.live_executables()))
+    assert programs[-1] == programs[1], "the first call also compiles small things"
+
+
+def test_kernel_lowers_for_cuda():
+    job, engine = begin("antithetic+stein")
+    zero, update = engine.fold
+
+    def kernel(key, states, sums):
+        return take_steps(key, states, sums, 0, 10, engine.algorithm.step, update)
+
+    lowered = export.export(jax.jit(kernel), platforms=["cuda"])
+    module = lowered(jax.random.key(0), job.run.states, zero).mlir_module()
+    assert "xla_python" not in module
+
+
+# What is asked of the call.
+
+
+def test_keys_of_all_kinds():
+    new = as_key(3)
+    assert jnp.array_equal(jax.random.key_data(new), jax.random.PRNGKey(3))
+    for key in (jax.random.PRNGKey(3), jax.random.key(3), np.int64(3)):
+        assert jnp.array_equal(
+            jax.random.key_data(as_key(key)), jax.random.key_data(new)
+        )
+    other = as_key(jax.random.key(3, impl="rbg"))
+    assert other.dtype == new.dtype and other != as_key(jax.random.key(4, impl="rbg"))
+
+
+def bell(x):
+    return -jnp.sum(x**2) / 2
+
+
+TWO = jnp.zeros(2)
+REFUSED = {
+    "improper": ((jnp.sum, TWO), {}, "no posterior|proper"),
+    "constant": ((lambda x: 0 * jnp.sum(x), TWO), {}, "posterior"),
+    "zero chains": ((bell, TWO), {"chains": 0}, "chains are too few"),
+    "one chain": ((bell, TWO), {"chains": 1}, "16 or more"),
+    "huge": ((bell, jnp.zeros(100_000)), {}, "use 20 chains"),
+    "scheme": ((bell, TWO), {"scheme": "best"}, "say one of"),
+    "no position": ((bell,), {}, "position"),
+    "mcse": ((bell, TWO), {"mcse": -1.0}, "mcse"),
+    "mcse shape": ((bell, TWO), {"mcse": jnp.ones(3)}, "3 entries"),
+    "seconds": ((bell, TWO), {"seconds": -1}, "seconds"),
+    "wrong shape": ((lambda x: x**2, TWO), {}, "take a sum"),
+    "numpy": ((lambda x: np.sum(np.asarray(x)), TWO), {}, "jax.numpy"),
+    "not finite": ((lambda x: jnp.log(x[0]), -1 - TWO), {}, "start elsewhere"),
+}
+
+
+SLOW = pytest.mark.slow
+IMPROPER = ("improper", "constant")  # a map must be tried to see it
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=SLOW if n in IMPROPER else ()) for n in REFUSED]
+)
+def test_what_cannot_be_done_is_refused_in_words(name):
+    arguments, options, words = REFUSED[name]
+    with pytest.raises(ValueError, match=words):
+        swindles.estimate(*arguments, **options)
+
+
+def test_all_schemes_are_named_in_the_docstring():
+    for name in CANDIDATES:
+        assert f'"{name}"' in swindles.estimate.__doc__
+
+
+# The whole call.
+
+
+@pytest.mark.slow
+def test_whole_call_is_right_and_leaves_nothing_behind():
+    """Nothing but the model is given; the user's own programs stay compiled."""
+    traced = []
+
+    @jax.jit
+    def mine(x):
+        traced.append(0)
+        return x + 1
+
+    def own_density(x):
+        return TARGET.logdensity(x)
+
+    mine(1.0)
+    left = weakref.ref(own_density)
+    found = swindles.estimate(own_density, jnp.zeros(3), moments, 11, relative=0.003)
+    assert found.trusted and found.reached, str(found)
+    assert found.estimate.mcse.max() <= 0.003 * np.sqrt(found.estimate.variance.max())
+    assert (np.abs(found.estimate.mean - TRUTH) < 4.5 * found.estimate.mcse).all()
+    forecast = found.job.forecast
+    assert set(forecast) == set(CANDIDATES) and np.isfinite([*forecast.values()]).all()
+    assert forecast[found.job.plan.scheme] <= 1.1 * min(forecast.values())
+    assert found.job.seconds > found.job.history[0, 1] > 0
+    del found, own_density
+    gc.collect()
+    assert left() is None
+    mine(1.0)
+    assert len(traced) == 1
+
+
+@pytest.mark.slow
+def test_scheme_that_is_named_is_used(tmp_path):
+    found = swindles.estimate(
+        logdensity,
+        jnp.zeros(3),
+        moments,
+        11,
+        relative=0.003,
+        scheme="cva",
+        chains=CHAINS,
+        transport=TO_X,
+        file=tmp_path / "run.npz",
+    )
+    assert found.job.plan.scheme == "cva" and found.trusted and found.reached
+    assert (np.abs(found.estimate.mean - TRUTH) < 4.5 * found.estimate.mcse).all()
+    assert found.estimate.ess.max() > 1.5 * found.estimate.num_draws
+    assert_same(load(tmp_path / "run.npz", logdensity, jnp.zeros(3), moments), found)
+
+
+@pytest.mark.slow
+def test_a_map_of_ones_own_is_used(tmp_path):
+    from swindles.neutra import Design, Flow, build_flow
+
+    flow = Flow(
+        TO_X, build_flow(Design(flows=1, width=4, depth=1), 3, jax.random.key(0))
+    )
+    options = {
+        "transport": flow,
+        "relative": 0.02,
+        "chains": 32,
+        "scheme": "antithetic",
+    }
+    file = tmp_path / "run.npz"
+    found = swindles.estimate(logdensity, jnp.zeros(3), key=3, file=file, **options)
+    assert found.transport is flow and found.job.transport is None
+    assert (np.abs(found.estimate.mean - TRUTH[:3]) < 4.5 * found.estimate.mcse).all()
+    with pytest.raises(ValueError, match="map of your own"):
+        load(file, logdensity, jnp.zeros(3))
+
+
+@pytest.mark.slow
+def test_double_precision():
+    with jax.enable_x64(True):
+        found = swindles.estimate(
+            lambda x: -jnp.sum(x**4), jnp.zeros(2), moments, mcse=0.002
+        )
+        assert found.reached and found.estimate.mcse.max() <= 0.002
+        assert found.job.run.states.plus.position.dtype == np.float64
+        assert found.trusted and (found.job.plan.rounding < 1e-14).all()
+    truth = gamma(3 / 4) / gamma(1 / 4)
+    error = np.abs(found.mean["square"] - truth) / found.mcse["square"]
+    assert (error < 4).all()
+
+
+def two_modes(x):
+    return jnp.logaddexp(bell(x - 4), bell(x + 4))
+
+
+def cut(x):
+    return jnp.where(jnp.sum(x) > 1.5, jnp.nan, bell(x))
+
+
+def late(x):
+    return jnp.log(x[0] + 2)
+
+
+# A log density, its statistic, and a word of the warning it raises.
+HOSTILE = {
+    "flat direction": (lambda x: -(x[0] ** 2), None, "R-hat|tails|moving"),
+    "two modes": (two_modes, None, "R-hat"),
+    "Cauchy tails": (lambda x: -jnp.sum(jnp.log1p(x**2)), None, "tails|R-hat"),
+    "NaN later": (cut, None, "diverge"),
+    "NaN statistic later": (bell, late, "not finite"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_targets_are_flagged(name):
+    target, statistic, words = HOSTILE[name]
+    found = swindles.estimate(
+        target, jnp.full(2, 0.5), statistic, 2, relative=0.05, seconds=2
+    )
+    assert not found.trusted
+    text = " ".join(found.warnings)
+    assert any(word in text for word in words.split("|")), text
+
+
+# What `python benchmarks/estimate.py` found is found again.
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    """The benchmark as a module."""
+    path = ROOT / "benchmarks" / "estimate.py"
+    spec = importlib.util.spec_from_file_location("benchmark", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def column(rows, name):
+    return np.array([float(row[name]) for row in rows])
+
+
+@pytest.mark.slow
+def test_repeats_are_replayed(benchmark):
+    """One more call agrees with the twenty on file, and with the truth."""
+    model, number = "Poisson regression", 7
+    rows = read_rows(ROOT / "book/results/estimate_repeats.csv")
+    rows = [row for row in rows if row["model"] == model]
+    truth = column(rows, "truth")[:number], column(rows, "truth_error")[:number]
+    again = benchmark.repeat(model, 1000, truth)
+    assert all(row["reached"] and row["trusted"] for row in again)
+    assert [r["statistic"] for r in again] == [r["statistic"] for r in rows[:number]]
+    before = column(rows, "mean").reshape(-1, number)
+    error = np.hypot(column(again, "mcse"), before.std(0) / np.sqrt(len(before)))
+    assert (np.abs(column(again, "mean") - before.mean(0)) < 5 * error).all()
+    spread = column(rows, "sd").reshape(-1, number).mean(0)
+    assert np.allclose(column(again, "sd"), spread, rtol=0.1)
+
+
+@pytest.mark.slow
+def test_races_are_replayed(benchmark):
+    """Plain HMC has the error on file, for so many steps; the choice is no worse."""
+    rows = read_rows(ROOT / "book/results/estimate_plain.csv")
+    rows = [row for row in rows if row["posterior"] == "mixture"]
+    rows = [row for row in rows if row["asked"] == "plain"]
+    chosen, plain = benchmark.race("mixture", 1000, 1.0)
+
+    def error_of_a_step(rows):
+        return column(rows, "worst") * np.sqrt(column(rows, "steps"))
+
+    ratio = error_of_a_step([plain])[0] / error_of_a_step(rows).mean()
+    assert plain["scheme"] == "plain" and 0.5 < ratio < 2
+    assert error_of_a_step([chosen])[0] < 1.5 * error_of_a_step([plain])[0]
