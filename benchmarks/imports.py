@@ -1,4 +1,4 @@
-"""How long ``import swindles`` takes, over ``import jax, blackjax``: one ratio.
+"""How long ``import swindles`` takes, over ``import jax, blackjax``, in one run.
 
 Both are timed in fresh processes, in turn; the middle one of each counts.
 """

@@ -122,7 +122,7 @@ def test_modules_that_make_results_lie_beside_their_chapters(write, name):
         ("x = {  'a':1 }", "is not formatted"),
         ("def step(x:\n    return x", "is not Python"),
         ("%timeit step(1.0)", "is not Python"),
-        ("\n".join(f"x{i} = {i}" for i in range(26)), "26 lines of code"),
+        ("\n".join(f"x{i} = {i}" for i in range(31)), "31 lines of code"),
     ],
 )
 def test_refused_cell(write, source, complaint):

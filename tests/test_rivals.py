@@ -77,6 +77,7 @@ def chunks(rivals, monkeypatch):
     return steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_known_moments(rivals, chunks, method):
     posterior = skewed_posterior(rivals)

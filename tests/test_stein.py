@@ -94,10 +94,9 @@ def per_step(result):
 # Exact oracles
 
 
-@pytest.mark.parametrize("target", [banana(), skewed(3)], ids=lambda t: t.name)
-def test_features_are_steins_operator_of_monomials(target):
+def test_features_are_steins_operator_of_monomials():
     """Laplacian of phi plus gradient of phi times score, by automatic derivatives."""
-    dim = target.dim
+    target, dim = skewed(3), 3
     pairs = zip(*np.triu_indices(dim, 1), strict=True)
     monomials = [
         *[lambda z, i=i: z[i] for i in range(dim)],
@@ -222,7 +221,7 @@ def logistic():
         with jax.enable_x64(dtype == "float64"):
             problem = round_problem(logistic_regression())
             found[dtype] = learned_and_estimated(
-                KEY, "antithetic+stein", hmc(0.3, 5), problem, 128, 300, 600
+                KEY, "antithetic+stein", hmc(0.3, 5), problem, 128, 200, 400
             )
     return found
 
@@ -284,12 +283,12 @@ def test_sparse_regression():
     ess = {}
     for scheme in ("cva", "cva+stein"):
         sums, result = learned_and_estimated(
-            KEY, scheme, hmc(0.2, 5), problem, 128, 300, 800, known, order="diagonal"
+            KEY, scheme, hmc(0.2, 5), problem, 128, 300, 600, known, order="full"
         )
         ess[scheme] = np.median(per_step(result))
     assert ess["cva+stein"] >= SPARSE_GAIN * ess["cva"], ess
     features = sums._replace(total=Total(sums.total.value[:, 51:]))
-    check_means(features, 102)
+    check_means(features, feature_orders(51, "full").size)
 
 
 @pytest.mark.parametrize(

@@ -533,6 +533,18 @@ def test_plot_shows_the_evidence(first):
         plt.close(figure)
 
 
+def test_steps_divide_the_best_trajectory(first):
+    """Into the whole number of steps that is predicted to be the best."""
+    tried, grid = first.lengths.grid, first.sizes.grid
+    best = np.median(measured_efficiency(first.lengths, "control"), 1).argmax()
+    length = tried.step_size[best] * tried.num_integration_steps[best]
+    np.testing.assert_allclose(grid.step_size * grid.num_integration_steps, length)
+    number = first.num_integration_steps
+    np.testing.assert_allclose(first.step_size * number, length)
+    others = number + np.array([-1, 0, 1])
+    assert first.curve.at(length / others.clip(1))[1].argmax() == 1
+
+
 def test_settings_at_the_edge_are_flagged(first):
     top = first.curve.efficiency.max()
     edge = first.curve._replace(
