@@ -30,10 +30,17 @@ from pipeline import (
 from swindles import style, targets
 from swindles.antithetic import Result, fold_series, pair_values
 from swindles.control import Expectation, control_values, reference_mean
-from swindles.coupling import record, run, start
+from swindles.coupling import record, run
 from swindles.models import Model, Problem, make_problem
 from swindles.neutra import load_map
-from swindles.schemes import SCHEMES, Plan, finish_run, learn, plan_series
+from swindles.schemes import (
+    SCHEMES,
+    Plan,
+    finish_run,
+    learn,
+    plan_series,
+    start_mirrored,
+)
 from swindles.transport import Schedule, Transport, fit_affine, laplace
 from swindles.tuning import HMC, MALA, RANDOM_WALK, tune
 
@@ -180,9 +187,9 @@ def prepare_scheme(
 
 
 def start_chains(seed: int, algorithm: Any, problem: Problem, size: Size) -> Any:
-    """States of all chains at draws of Q."""
+    """States of all chains at draws of Q, "minus" at their mirror images."""
     z = jax.random.normal(jax.random.key(seed), (size.chains, problem.dim))
-    return start(algorithm, z)
+    return start_mirrored(algorithm, z)
 
 
 def sample(

@@ -214,7 +214,7 @@ def test_rivals(method):
 @pytest.mark.slow
 def test_estimate_against_plain_hmc():
     """Errors times the root of the steps: free of what else the machine does."""
-    benchmark, name = load_benchmark("estimate"), "Student's t"
+    benchmark, name = load_benchmark("estimate"), "logistic"
     new = as_table(benchmark.race(name, OTHER, 0.5))
     old = where(read("estimate_plain.csv"), posterior=name)
     assert list(new) == list(old)

@@ -240,6 +240,25 @@ def make_plan(
     )
 
 
+def start_mirrored(
+    algorithm: SamplingAlgorithm, positions: Float[Array, "chains dim"]
+) -> Any:
+    """States of many chains, with "minus" at the mirror image of the others.
+
+    Examples
+    --------
+    >>> from swindles.coupling import hmc
+    >>> algorithm = antithetic(hmc(0.5, 3), standard_normal)
+    >>> states = start_mirrored(algorithm, jnp.ones((16, 2)))
+    >>> states.minus.position[0].tolist()
+    [-1.0, -1.0]
+    """
+    states = start(algorithm, positions)
+    if not hasattr(states, "minus"):
+        return states
+    return states._replace(minus=start(algorithm, -positions).minus)
+
+
 def learn(
     key: Key[Array, ""],
     algorithm: SamplingAlgorithm,
@@ -332,7 +351,7 @@ def swindle(
         order = affordable_order(problem.dim, num_chains * warmup // 2, others)
     algorithm = parts.build(sampler, problem.logdensity)
     z = jax.random.normal(keys[0], (num_chains, problem.dim), problem.position.dtype)
-    states, draws = start(algorithm, z), num_chains * num_steps
+    states, draws = start_mirrored(algorithm, z), num_chains * num_steps
     states, plan, learned = learn(
         keys[1], algorithm, states, problem, scheme, warmup, draws, known, order
     )

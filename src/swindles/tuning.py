@@ -46,7 +46,7 @@ from swindles.coupling import (
     take_steps,
 )
 from swindles.models import Problem, need
-from swindles.schemes import SCHEMES, find_scheme, make_features
+from swindles.schemes import SCHEMES, find_scheme, make_features, start_mirrored
 from swindles.stein import Order
 
 
@@ -307,14 +307,16 @@ def make_trial(
 ) -> Trial:
     """A trial of a scheme with a family of samplers, from some latent positions.
 
-    ``names`` and ``order`` are as in ``fold_pilot``.
+    ``names`` and ``order`` are as in ``fold_pilot``. With a sampler that couples slowly
+    the mirrored chain starts at the mirror image of the others.
     """
 
     def build(step_size: Any, num_integration_steps: Any) -> SamplingAlgorithm:
         sampler = family.make(step_size, num_integration_steps)
         return SCHEMES[scheme].build(sampler, problem.logdensity)
 
-    states = start(build(0.1, 1), positions)
+    begin = start if family.has_length else start_mirrored
+    states = begin(build(0.1, 1), positions)
     fold = fold_pilot(problem, states, names, order)
     return Trial(scheme, family, build, states, fold)
 
