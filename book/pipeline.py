@@ -270,13 +270,13 @@ def origin(table: Table) -> str:
     >>> made_by = {"revision": "1a2b3c4", "versions": "jax 1.0"}
     >>> made_by |= {"hardware": "a processor, 2 cores", "date": "2026-01-31"}
     >>> print(origin(as_table([{"square": "9"} | made_by])))
-    Made on 2026-01-31 at revision 1a2b3c4, with jax 1.0, on a processor, 2 cores.
+    Results of 2026-01-31: revision 1a2b3c4, jax 1.0, a processor, 2 cores.
     """
     when, at, using, on = (
         "; ".join(dict.fromkeys(table[name].tolist()))
         for name in ("date", "revision", "versions", "hardware")
     )
-    return f"Made on {when} at revision {at}, with {using}, on {on}."
+    return f"Results of {when}: revision {at}, {using}, {on}."
 
 
 def rows_with(table: Table, wanted: dict[str, Any]) -> np.ndarray:

@@ -48,9 +48,9 @@ def test_every_file_is_replayed_and_says_where_it_comes_from():
     assert len(found) >= 9
     for path in found:
         assert f'"{path.relative_to(RESULTS).as_posix()}"' in text, "no replay"
-        table = as_table(read_rows(path))
+        rows = read_rows(path)
         for name in ORIGIN:
-            assert all(table[name]), (path, name)
+            assert all({row[name] for row in rows}), (path, name)
 
 
 def replay_efficiency(name, job, size):
@@ -222,7 +222,7 @@ def test_estimate_against_plain_hmc():
         mine, theirs = where(new, asked=asked), where(old, asked=asked)
         for which in ("worst", "median"):
             cost = [np.log(t[which]) + np.log(t["steps"]) / 2 for t in (mine, theirs)]
-            assert_ratio(*np.exp([np.mean(part) for part in cost]), 2)
+            assert_ratio(*np.exp([np.mean(part) for part in cost]), 1.6)
 
 
 @pytest.mark.slow

@@ -97,17 +97,17 @@ def test_unknown_scheme():
 
 
 def bent(z):
-    return jnp.sinh(0.7 * z) / 0.7 + 0.1
+    return 0.4 + 0.9 * z - 0.35 * (jnp.logaddexp(z, -z) - jnp.log(2.0))
 
 
 class Bent:
-    """A map with heavier tails than its z, off by a tenth."""
+    """A map that is wider on the left than on the right."""
 
     def __call__(self, z):
         return bent(z)
 
     def with_log_det(self, z):
-        return bent(z), jnp.log(jnp.cosh(0.7 * z)).sum()
+        return bent(z), jnp.log(0.9 - 0.35 * jnp.tanh(z)).sum()
 
 
 @pytest.fixture(scope="module")
@@ -131,10 +131,10 @@ def test_every_scheme_and_sampler_reads_the_truth_through_a_bent_map(
     problem, truth = bent_problem
     estimate = swindle(KEY, scheme, sampler, problem, 64, 800, 200).estimate
     assert np.abs((estimate.mean - truth) / estimate.mcse).max() < 4
-    assert estimate.mcse.max() < 0.1
+    assert estimate.mcse.max() < 0.1  # of deviations near 1
 
 
-def test_mirrored_in_z_and_not_in_x(bent_problem):
+def test_mirrored_in_z_and_not_in_x():
     problem = problem_in_x(Model(standard_normal, jnp.ones(2)))
     problem = problem.through(Bent())._replace(logdensity=standard_normal)
     algorithm = SCHEMES["antithetic"].build(hmc(0.5, 3), problem.logdensity)
@@ -152,7 +152,9 @@ def test_mirrored_in_z_and_not_in_x(bent_problem):
     )
     plus, swindled = pair(at_the_end)
     np.testing.assert_allclose(plus, bent(z_plus), rtol=1e-6)
-    np.testing.assert_allclose(swindled, 0.1, atol=1e-5)  # half of m(z) + m(-z)
+    both = (bent(z_plus) + bent(-z_plus)) / 2
+    np.testing.assert_allclose(swindled, both, atol=1e-5)
+    assert both.std() > 0.1  # the sum of the two is constant in z alone
 
 
 @pytest.mark.parametrize("scheme", ["control", "cva", "control+stein", "cva+stein"])
