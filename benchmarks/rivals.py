@@ -20,10 +20,11 @@ Every pair of posterior and method has a process of its own. ``seconds_setup`` i
 that comes before sampling, imports apart: the map (but the flow of the sparse
 posterior comes with the package), adaptation, a warm-up that learns the coefficients,
 and a first short chunk with what it compiles. ``first_result`` is when the estimate
-from that chunk is there. Its draws are then forgotten; equal chunks are drawn until the
-budget is used, and ``seconds_sampling`` ends with the estimate. ESS divides the variance
-under the posterior by the squared error between chains, or of rounding where that is larger.
-Variances are mean squared deviations from a fixed center, that of the map.
+from that chunk is there. Its draws are then forgotten; equal chunks are drawn until
+the budget is used, and ``seconds_sampling`` ends with the estimate. ESS divides the
+variance under the posterior by the squared error between chains, or of rounding where
+that is larger. Variances are mean squared deviations from a fixed center, that of the
+map.
 ``agreement`` is the largest difference from the best method of the posterior, in
 combined standard errors; the best one is compared with the second. Estimates wait in
 _build/rivals for their fellows.
