@@ -105,7 +105,7 @@ def test_a_run_goes_on_whatever_has_happened_to_the_code(tmp_path, monkeypatch):
     rows = at("second", 3)
     assert log == [0, 1, 2]
     assert [row["revision"] for row in rows] == ["first"] * 6 + ["second"] * 3
-    assert "at revision first; second," in origin(as_table(rows))
+    assert "revision first; second," in origin(as_table(rows))
     table_path(tmp_path, "squares").unlink()
     assert {row["revision"] for row in at("third", 2)} == {"third"}
     assert log == [0, 1, 2, 0, 1]

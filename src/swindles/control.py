@@ -186,11 +186,12 @@ def draw_expectation(
     return Expectation(center + means.mean(0), covariance, number * batch)
 
 
-# Operations that keep the degree of a polynomial, or the largest of several.
+# Operations that keep the degree of a polynomial, or the largest of several. A choice
+# that depends on x has a comparison among its arguments, which is no polynomial.
 LINEAR = frozenset(
     {"add", "sub", "neg", "add_any", "copy", "reduce_sum", "cumsum", "concatenate"}
     | {"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose", "rev"}
-    | {"slice", "split", "stack", "pad", "convert_element_type"}
+    | {"slice", "split", "stack", "pad", "convert_element_type", "select_n"}
 )
 # Operations that are linear in the first of their arguments, if the others are fixed.
 LINEAR_IN_FIRST = frozenset(["div", "gather", "dynamic_slice"])
@@ -232,8 +233,6 @@ def equation_degree(equation: Any, degrees: list[float]) -> float:
         power = constant_power(equation)
         return most * int(power) if power > 0 and power % 1 == 0 else NO_POLYNOMIAL
     if name in LINEAR_IN_FIRST and max(degrees[1:]) == 0:
-        return most
-    if name == "select_n" and degrees[0] == 0:
         return most
     return NO_POLYNOMIAL
 
