@@ -24,7 +24,7 @@ linted := $(wildcard src tests tools benchmarks conftest.py book/*.py)
 
 # What a build depends on, as one line. The execution cache and Sphinx see neither a
 # changed module, nor lock, nor scale: when $(code) differs, they start afresh.
-code := src pyproject.toml constraints.txt
+code := src book/experiments.py book/pipeline.py pyproject.toml constraints.txt
 text := book _config.yml _toc.yml tools
 fingerprint = { echo "$(SWINDLES_SCALE) $(extras)"; find $1 -type f ! -name '*.pyc' \
 	! -path '*/.*' | LC_ALL=C sort | xargs cksum; } | cksum

@@ -435,9 +435,9 @@ class CoupledHMC:
     >>> def logdensity_fn(x):
     ...     return -0.5 * jnp.sum((x - 3.0) ** 2)
     >>> algorithm = hmc_antithetic(logdensity_fn, 0.5, jnp.ones(2), 4)
-    >>> state = algorithm.init(jnp.zeros(2))
+    >>> state, step = algorithm.init(jnp.zeros(2)), jax.jit(algorithm.step)
     >>> for rng_key in jax.random.split(jax.random.key(0), 50):
-    ...     state, info = algorithm.step(rng_key, state)
+    ...     state, info = step(rng_key, state)
     >>> ((state.plus.position + state.minus.position) / 2).round(4).tolist()
     [3.0, 3.0]
     """
