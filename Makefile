@@ -50,7 +50,7 @@ _build/html:
 # Two workers with two threads each for linear algebra would wait for each other. Tests
 # and chapters compile many of the same programs: the second finds them on disk.
 compiled := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/jax \
-	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.2
+	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 run_tests = OPENBLAS_NUM_THREADS=1 $(compiled) $(bin)/python -m pytest -q -n 2
 lint: $(ready)
 	@$(bin)/ruff check -q $(linted)
@@ -63,10 +63,12 @@ test: lint
 quick: lint
 	@$(run_tests) -m "not slow" tests
 
+# One process at a time has the GPU; without one, two share the cores.
+workers = $(if $(filter smoke,$(SCALE)),-n 2)
 gpu: $(ready)
 	@echo "Experiments, then chapters, at scale $(SCALE)"
 	@SWINDLES_SCALE=$(SCALE) $(bin)/python book/experiments.py
-	@SWINDLES_SCALE=$(SCALE) $(compiled) $(bin)/python -m pytest -q book
+	@SWINDLES_SCALE=$(SCALE) $(compiled) $(bin)/python -m pytest -q book $(workers)
 
 lab: $(ready) $(viewers)
 	@cd book && ../$(bin)/jupyter lab

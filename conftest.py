@@ -1,9 +1,12 @@
 """Makes plain ``pytest`` run the chapters: nbval, reading them with Jupytext."""
 
+import ctypes
+import gc
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import jupytext
 import pytest
 from nbval.plugin import (
@@ -50,6 +53,40 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Chapter | 
         if "jupytext" in jupytext.read(file_path).metadata:
             return Chapter.from_parent(parent, path=file_path)
     return None
+
+
+# Bytes in use above which the programs of earlier tests are forgotten.
+MOST_MEMORY = 1.2e9
+
+
+def memory_in_use() -> float:
+    """Bytes of this process, where Linux tells them."""
+    status = Path("/proc/self/statm")
+    return int(status.read_text().split()[1]) * 4096.0 if status.exists() else 0.0
+
+
+def forget_compiled_programs() -> None:
+    """XLA fails when a process holds too many of them; and they fill the memory."""
+    jax.clear_caches()
+    gc.collect()
+    give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if give_back:  # what is free stays with the process otherwise
+        give_back(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_programs_of_other_modules() -> Iterator[None]:
+    """Start every module of tests afresh."""
+    yield
+    forget_compiled_programs()
+
+
+@pytest.fixture(autouse=True)
+def little_memory() -> Iterator[None]:
+    """Start afresh within a module, too, when it is a large one."""
+    yield
+    if memory_in_use() > MOST_MEMORY:
+        forget_compiled_programs()
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:

@@ -258,10 +258,20 @@ def after_map(posterior, center, key, scheme, order):
     sampler = hmc(found.step_size, found.num_integration_steps)
     algorithm = chains.build(sampler, problem.logdensity)
     states = start(algorithm, found.positions)
-    known = reference_mean(keys[1], problem, 1_000_000) if chains.has_control else None
+    expectation = (
+        reference_mean(keys[1], problem, 1_000_000) if chains.has_control else None
+    )
     steps = posterior.learning if chains.stein else posterior.warmup
     states, plan, learned = learn(
-        keys[2], algorithm, states, problem, scheme, steps, TYPICAL_DRAWS, known, order
+        keys[2],
+        algorithm,
+        states,
+        problem,
+        scheme,
+        steps,
+        TYPICAL_DRAWS,
+        expectation,
+        order,
     )
     fold = fold_series(plan_series(plan, problem.statistic), states, plan.center)
     settings = f"step {found.step_size:.3g}, {found.num_integration_steps} leaps"

@@ -76,7 +76,7 @@ def latent_problem(target, statistics=None):
 
 def make_fold(problem, scheme, algorithm, z):
     """What a run of a scheme sums, and the states after its warm-up."""
-    known = reference_mean(jax.random.key(2), problem)
+    expectation = reference_mean(jax.random.key(2), problem)
     states, plan, _ = learn(
         jax.random.key(3),
         algorithm,
@@ -85,7 +85,7 @@ def make_fold(problem, scheme, algorithm, z):
         scheme,
         STEPS,
         STEPS * CHAINS,
-        known,
+        expectation,
         "none",
     )
     return fold_series(plan_series(plan, problem.statistic), states), states

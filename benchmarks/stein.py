@@ -63,7 +63,7 @@ def seconds(action):
     return min(times[1:])
 
 
-def measure(name, problem, known, scheme, order):
+def measure(name, problem, expectation, scheme, order):
     """Effective draws for a gradient, of means and of squares; CPU time of a step."""
     size, leaps, chains, warmup, steps, *_ = SETTINGS[name]
     keys = jax.random.split(jax.random.key(0), 3)
@@ -71,7 +71,7 @@ def measure(name, problem, known, scheme, order):
     states = start(algorithm, jax.random.normal(keys[0], (chains, problem.dim)))
     draws = chains * steps
     states, plan, learned = learn(
-        keys[1], algorithm, states, problem, scheme, warmup, draws, known, order
+        keys[1], algorithm, states, problem, scheme, warmup, draws, expectation, order
     )
     fold = fold_series(plan_series(plan, problem.statistic), states)
     _, sums = run(keys[2], algorithm, states, steps, fold)
@@ -94,10 +94,10 @@ def combinations(highest, beside):
 if __name__ == "__main__":
     for name in sys.argv[1:] or SETTINGS:
         problem = build_problem(name)
-        known = reference_mean(jax.random.key(1), problem, 1_000_000)
+        expectation = reference_mean(jax.random.key(1), problem, 1_000_000)
         print(f"{name:30}{'mean':>9}{'square':>9}{'ms/step':>9}", flush=True)
         for scheme, order in combinations(*SETTINGS[name][5:]):
-            (mean, square), step = measure(name, problem, known, scheme, order)
+            (mean, square), step = measure(name, problem, expectation, scheme, order)
             print(
                 f"{scheme:18}{order:12}{mean:9.3g}{square:9.3g}{1000 * step:9.2f}",
                 flush=True,

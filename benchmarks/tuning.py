@@ -128,7 +128,7 @@ def by_part(values):
     return [np.median(part) for part in (means, variances, values)]
 
 
-def measure(seed, scheme, problem, known, grid, size, family=HMC):
+def measure(seed, scheme, problem, expectation, grid, size, family=HMC):
     """One dictionary for each setting of a grid."""
     chains, warmup, steps = size
     keys = jax.random.split(jax.random.key(seed), 3)
@@ -145,10 +145,10 @@ def measure(seed, scheme, problem, known, grid, size, family=HMC):
     left = residual_variance(covariance, *SCHEMES["control"].rows(pilot.chains))
     rows = []
     for i, (step_size, leaps) in enumerate(zip(*pilot.grid, strict=True)):
-        fitted = fit_pair(pilot.setting(i)[0], f, g, known)
+        fitted = fit_pair(pilot.setting(i)[0], f, g, expectation)
         # The error of the known mean does not shrink with the draws.
-        shared = chains * steps * shared_variance(known, fitted.beta)
-        ess = covariance[0, 0, i] / (fitted.variance + shared)
+        noise = chains * steps * shared_variance(expectation, fitted.beta)
+        ess = covariance[0, 0, i] / (fitted.variance + noise)
         row = {
             "integrator": next(k for k, v in INTEGRATORS.items() if v is family),
             "scheme": scheme,
@@ -188,7 +188,7 @@ def settings(row):
 def compare(name, kept):
     """Yield all rows of one posterior, part by part; runs that are kept as they are."""
     problem = load_problem(name)
-    known = reference_mean(jax.random.key(5), problem)
+    expectation = reference_mean(jax.random.key(5), problem)
     grid, size = exhaustive(name), LAST_SIZE[name]
 
     def tuned(scheme, family=HMC, budget=BUDGET[name]):
@@ -201,7 +201,7 @@ def compare(name, kept):
         found, part = tuned(scheme), GRID_SIZE[name, scheme]
         tried = [row for row in kept if row["scheme"] == scheme]
         tried = tried or label(
-            name, "grid", measure(1, scheme, problem, known, grid, part)
+            name, "grid", measure(1, scheme, problem, expectation, grid, part)
         )
         yield tried
         best = max(tried, key=lambda row: float(row["ess_all"]))
@@ -214,13 +214,13 @@ def compare(name, kept):
             "quick": (settings(first), first.gradients),
         }
         again = Grid(*np.transpose([setting for setting, _ in three.values()]))
-        last = measure(2, scheme, problem, known, again, size)
+        last = measure(2, scheme, problem, expectation, again, size)
         for (kind, (_, spent)), row in zip(three.items(), last, strict=True):
             yield label(name, kind, [row], spent)
     for family in list(INTEGRATORS.values())[1:] if name != "item" else []:
         found = tuned("control", family, 1e6)
         one = Grid(*np.transpose([settings(found)]))
-        last = measure(2, "control", problem, known, one, size, family)
+        last = measure(2, "control", problem, expectation, one, size, family)
         yield label(name, "tuned", last, found.gradients)
 
 
@@ -234,7 +234,7 @@ def label(name, kind, found, spent=0, repeat=0):
 def measure_path(name, rows):
     """Yield the rows along the trajectory that ``tune`` has found, repeat by repeat."""
     problem, size = load_problem(name), GRID_SIZE[name, "control"]
-    known = reference_mean(jax.random.key(5), problem)
+    expectation = reference_mean(jax.random.key(5), problem)
     mine = name, "control", "velocity Verlet"
     size_of = {
         row["kind"]: settings(row)
@@ -245,7 +245,7 @@ def measure_path(name, rows):
     counts = tuning.step_counts(round(length / size_of["quick"][0]))
     path = Grid(length / counts, counts)
     for number in range(REPEATS):
-        found = measure(10 + number, "control", problem, known, path, size)
+        found = measure(10 + number, "control", problem, expectation, path, size)
         yield label(name, "path", found, repeat=number)
 
 

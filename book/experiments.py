@@ -169,13 +169,13 @@ def prepare_scheme(
     job: SamplerJob, step_size: float, leaps: int, size: Size
 ) -> Prepared:
     """Build the algorithm of a job and learn its coefficients; repeats share them."""
-    problem, known = prepare(job.posterior)
+    problem, expectation = prepare(job.posterior)
     sampler = FAMILIES[job.sampler].make(step_size, leaps)
     algorithm = SCHEMES[job.scheme].build(sampler, problem.logdensity)
     states, draws = start_chains(7, algorithm, problem, size), size.chains * size.steps
     key, warmup = jax.random.key(8), size.steps
     states, plan, learned = learn(
-        key, algorithm, states, problem, job.scheme, warmup, draws, known, "none"
+        key, algorithm, states, problem, job.scheme, warmup, draws, expectation, "none"
     )
     series = plan_series(plan, problem.statistic)
 
@@ -337,7 +337,7 @@ def four_ends(statistic: Callable, place: int, states: Any, infos: Any) -> Row:
 
 def measure_traces(tuned: Settings, size: Size, job: SamplerJob) -> list[Row]:
     """Thirty steps of sixteen sets of coupled chains; one row for each step and set."""
-    problem, known = prepare(job.posterior)
+    problem, expectation = prepare(job.posterior)
     sampler = FAMILIES[job.sampler].make(*settings_of(job, tuned))
     algorithm = SCHEMES[job.scheme].build(sampler, problem.logdensity)
     states = start_chains(
@@ -347,7 +347,7 @@ def measure_traces(tuned: Settings, size: Size, job: SamplerJob) -> list[Row]:
     states, _ = run(keys[0], algorithm, states, size.steps, progress=False)
     observe = partial(four_ends, problem.statistic, problem.dim)  # a variance
     _, trace = record(keys[1], algorithm, states, 30, observe, progress=False)
-    expected = {"expected": float(known.mean[problem.dim])}
+    expected = {"expected": float(expectation.mean[problem.dim])}
     return [
         {"step": step, "chain": chain}
         | {name: float(values[step, chain]) for name, values in trace.items()}

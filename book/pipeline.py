@@ -226,14 +226,14 @@ def finish(experiment: Experiment, folder: Path) -> dict[str, list[Row]]:
     parts = folder / "parts" / experiment.name
     table, made_by = table_path(folder, experiment.name), provenance()
     done = collect([table, *parts.glob("*.csv")])
-    left = [job for job in experiment.jobs if job.name not in done]
-    for job in (bar := tqdm(left, experiment.name, leave=False)):
+    waiting = [job for job in experiment.jobs if job.name not in done]
+    for job in (bar := tqdm(waiting, experiment.name, leave=False)):
         bar.set_postfix_str(job.name)
         which = {"job": job.name} | job._asdict()
         path = parts / f"{job.name}.csv"
         write_rows(path, [which | row | made_by for row in experiment.measure(job)])
         done |= collect([path])
-    if experiment.jobs and (left or parts.exists()):
+    if experiment.jobs and (waiting or parts.exists()):
         write_rows(table, [row for job in experiment.jobs for row in done[job.name]])
         shutil.rmtree(parts, ignore_errors=True)
     return {job.name: done[job.name] for job in experiment.jobs}

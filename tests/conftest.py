@@ -3,15 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-import jax
 import pytest
-
-
-@pytest.fixture(autouse=True, scope="module")
-def forget_compiled_programs():
-    """XLA fails when one process holds too many of them."""
-    yield
-    jax.clear_caches()
 
 
 def load_ground_truth(name):

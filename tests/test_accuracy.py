@@ -119,6 +119,19 @@ def test_running_sums_equal_the_stored_trace():
     np.testing.assert_allclose(target_variance(stacked), 4, rtol=0.3)
 
 
+def test_stuck_chains_have_no_negative_variance():
+    """Rounding leaves a difference of two sums that should be equal."""
+    steps, chains = 60, 3
+    values = np.random.default_rng(SEED).normal(0, 1, 200).astype(np.float32)
+    blank = np.zeros((1, chains, 200))
+    stuck = trace_moments(np.broadcast_to(values, (steps, chains, 200)))._replace(
+        steps=np.array([steps]),
+        total=blank + np.float32(steps * values),
+        square=blank + np.float32(steps * values**2),
+    )
+    assert target_variance(stuck).min() >= 0
+
+
 def test_centred_sums_keep_their_digits_in_float32():
     """Mean 1e4, deviation 1: uncentred float32 sums lose the variance altogether."""
     rng = np.random.default_rng(SEED)

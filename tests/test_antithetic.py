@@ -97,6 +97,7 @@ def test_without_mirrored_starts_the_deviation_decays_geometrically():
     assert gap[-10:].max() < 1e-4
 
 
+@pytest.mark.slow
 def test_marginal_chains_are_bitwise_plain_blackjax():
     """X+ is the chain on P, X- that on the mirrored density, negated."""
     algorithm, x = antithetic(hmc(0.9, 2), skewed), normal((8, 2))
@@ -178,6 +179,7 @@ def test_pair_values_read_both_ends():
     np.testing.assert_allclose(values[..., 2], expected[..., 0])
 
 
+@pytest.mark.slow
 def test_running_estimate_equals_the_stored_trace():
     """Whatever is subtracted before summing."""
     states = start(PAIR, CENTER + normal((32, 2)))
@@ -204,6 +206,7 @@ def even_and_linear(x):
     return {"even": (x - CENTER) ** 2, "linear": x}
 
 
+@pytest.mark.slow
 def test_even_statistic_gains_nothing_and_linear_everything():
     results = []
     for algorithm in (SINGLE, PAIR):
@@ -231,7 +234,10 @@ def test_plain_run_in_unequal_blocks():
     estimate = estimate_series(sums).estimate
     np.testing.assert_allclose(estimate.mean, trace.plus.mean((0, 1)), rtol=1e-5)
     assert estimate.num_draws == 23 * 32
-    grown = estimate_series(sums, shared=0.25).estimate.mcse ** 2 - estimate.mcse**2
+    grown = (
+        estimate_series(sums, shared_variance=0.25).estimate.mcse ** 2
+        - estimate.mcse**2
+    )
     np.testing.assert_allclose(grown, 0.25, rtol=1e-6)
 
 

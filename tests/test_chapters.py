@@ -43,6 +43,7 @@ def run(tmp_path):
     return run_pytest
 
 
+@pytest.mark.slow
 def test_good_chapter_passes_in_its_own_folder(run):
     where = "import pathlib\nassert pathlib.Path('sample.md').exists()"
     code, output = run(where, "x = 1", "assert x == 1", options=("-n", "2"))
@@ -50,6 +51,7 @@ def test_good_chapter_passes_in_its_own_folder(run):
     assert "3 passed" in output
 
 
+@pytest.mark.slow
 def test_raising_cell_fails(run):
     code, output = run("x = 1", "assert x == 2, 'as claimed'", "x")
     assert code == 1, output
@@ -57,6 +59,7 @@ def test_raising_cell_fails(run):
     assert "as claimed" in output
 
 
+@pytest.mark.slow
 def test_cell_over_its_time_fails(run):
     slow = "import time\ntime.sleep(60)"
     code, output = run(slow, options=("--nbval-cell-timeout=1",))

@@ -78,6 +78,7 @@ def funnel(x):
     return -(x[0] ** 2) / 18 - 2 * x[0] - 0.5 * jnp.sum(x[1:] ** 2) * jnp.exp(-x[0])
 
 
+@pytest.mark.slow
 def test_map_of_a_funnel_is_as_wide_as_its_mouth():
     """Laplace's map sits in the neck, hundreds of times too narrow."""
     found, k = find_map(KEY, problem_of(funnel, 5), 128)
@@ -86,6 +87,7 @@ def test_map_of_a_funnel_is_as_wide_as_its_mouth():
     assert (jnp.linalg.norm(found.scale[1:], axis=1) > 1).all()
 
 
+@pytest.mark.slow
 def test_without_a_maximum_there_is_still_a_map(monkeypatch):
     """A ring: the curvature at the centre is not a maximum's. Its radius is 10."""
     monkeypatch.setattr(choice, "FULL_MAP", 1)  # as in many dimensions
@@ -114,6 +116,7 @@ def test_good_map_is_kept(monkeypatch):
 # Chains that settle
 
 
+@pytest.mark.slow
 def test_settled_chains_have_two_step_sizes():
     settled = settle(KEY, problem_of(standard_normal, 10), 64)
     plain, careful = settled.grid.step_size
@@ -154,6 +157,7 @@ def test_targets_without_a_step_size(logdensity, words):
         settle(KEY, problem_of(logdensity, 2), 32)
 
 
+@pytest.mark.slow
 def test_no_chain_begins_at_the_mirror_image():
     """A draw from the long left tail of a skewed density has an impossible mirror."""
     z = jnp.full((32, 3), -8.0)
@@ -187,6 +191,7 @@ def pilot():
     return run_pilot(KEY, trial, grid, 150, progress=False)
 
 
+@pytest.mark.slow
 def test_every_scheme_removes_on_a_gaussian_what_theory_says(pilot):
     fits = {n: fit_candidate(pilot, 1, n, KNOWN, "full") for n in CANDIDATES}
     left = {name: fit.variance for name, fit in fits.items()}
@@ -199,6 +204,7 @@ def test_every_scheme_removes_on_a_gaussian_what_theory_says(pilot):
     assert len(fits["stein"].beta) >= feature_orders(2, "diagonal").size
 
 
+@pytest.mark.slow
 def test_rounding_is_no_feature(pilot):
     """Odd features average to rounding; a slope on that would be without bounds."""
     fitted = fit_candidate(pilot, 1, "antithetic+stein", KNOWN, "full")
@@ -238,6 +244,7 @@ def test_corrections_off_zero_are_noticed():
     assert not is_biased(slight, np.eye(3)).any(), "three standard errors are chance"
 
 
+@pytest.mark.slow
 def test_stein_is_ruled_out_where_a_density_is_cut_off():
     """The mean of a half-normal variable: the score says zero, with great certainty."""
 
@@ -321,6 +328,7 @@ def test_a_swindle_must_beat_the_plain_chain_by_a_tenth():
     assert choose([alone, hopeless]) is hopeless
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "asked", "winner"),
     [
@@ -337,6 +345,7 @@ def test_right_choice_where_theory_knows_it(pilot, names, asked, winner):
     assert choose(found).scheme == winner
 
 
+@pytest.mark.slow
 def test_a_poorly_known_mean_is_not_leaned_on(pilot):
     """A control chain cannot be more accurate than the mean it is compared with."""
     poor = KNOWN._replace(covariance=1e-4 * np.eye(4), num_draws=10_000)
@@ -349,6 +358,7 @@ def test_a_poorly_known_mean_is_not_leaned_on(pilot):
     assert choose(enough).scheme in ("control", "cva")
 
 
+@pytest.mark.slow
 def test_choice_is_that_of_the_best_setting(pilot):
     """Forecasts are those of the better setting; states and sizes the winner's."""
     found = [
@@ -385,6 +395,7 @@ def made(skewed_problem):
     return choose_scheme(KEY, skewed_problem, lambda sd: 1e-3 * sd, 64)
 
 
+@pytest.mark.slow
 def test_choice_hands_over_a_plan_that_fits(made):
     plan = made.plan
     assert set(made.forecast) == set(CANDIDATES)
@@ -397,11 +408,13 @@ def test_choice_hands_over_a_plan_that_fits(made):
     assert made.step_size * made.num_integration_steps == pytest.approx(1.6, rel=0.4)
 
 
+@pytest.mark.slow
 def test_same_key_makes_the_same_choice(skewed_problem, made):
     again = choose_scheme(KEY, skewed_problem, lambda sd: 1e-3 * sd, 64)
     jax.tree.map(np.testing.assert_array_equal, made, again)
 
 
+@pytest.mark.slow
 def test_features_that_cannot_be_afforded_are_not_used():
     """200 dimensions, 1600 draws: ten for each feature would be 2000."""
     problem = problem_of(standard_normal, 200, lambda x: x[:2])

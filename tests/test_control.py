@@ -56,12 +56,12 @@ def skewed(x):
     return jnp.sum(2 * (x + jnp.log(2.0)) - jnp.exp(x + jnp.log(2.0)))
 
 
-def average(algorithm, states, steps, statistic, known, beta, key=KEY):
+def average(algorithm, states, steps, statistic, expectation, beta, key=KEY):
     """A run with frozen coefficients."""
     observe = partial(control_values, statistic)
-    series = control_series(statistic, observe, known.mean, beta)
+    series = control_series(statistic, observe, expectation.mean, beta)
     _, sums = run(key, algorithm, states, steps, fold_series(series, states))
-    shared = shared_variance(known, beta)
+    shared = shared_variance(expectation, beta)
     return estimate_series(sums, shared)._replace(beta=np.asarray(beta))
 
 
@@ -76,6 +76,7 @@ def learn(algorithm, statistic, chains=64, steps=50, dim=2):
     return run(jax.random.key(8), algorithm, states, steps, fold)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ROWS)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_no_variance_when_q_is_p(scheme, name):
@@ -105,6 +106,7 @@ def leapfrog_line(deviation):
     return x
 
 
+@pytest.mark.slow
 def test_gaussian_closed_forms():
     """Leapfrog on a Gaussian is linear: both chains are AR(1) with one noise."""
     a, b = np.array([leapfrog_line(s) for s in DEVIATIONS]).T
@@ -117,35 +119,39 @@ def test_gaussian_closed_forms():
     def density(x):
         return -0.5 * jnp.sum((x / jnp.asarray(DEVIATIONS, x.dtype)) ** 2)
 
-    algorithm, known = (
-        control(hmc(STEP, LEAPS), density),
-        exact_expectation(np.zeros(3)),
-    )
+    algorithm = control(hmc(STEP, LEAPS), density)
+    expectation = exact_expectation(np.zeros(3))
     states, learned = learn(algorithm, lambda x: x, GAUSS_CHAINS, 200, 3)
-    fitted = fit_pair(learned, [0], [1], known)
+    fitted = fit_pair(learned, [0], [1], expectation)
     left = residual_variance(learned.covariance(), [0], [1])
     np.testing.assert_allclose(np.sqrt(1 - left), rho, atol=RHO_TOLERANCE)
     np.testing.assert_allclose(fitted.beta, beta, atol=RHO_TOLERANCE)
     np.testing.assert_allclose(np.sqrt(fitted.variance / long_run), 1, atol=0.2)
-    result = average(algorithm, states, GAUSS_STEPS, lambda x: x, known, fitted.beta)
+    result = average(
+        algorithm, states, GAUSS_STEPS, lambda x: x, expectation, fitted.beta
+    )
     assert result.rates["acceptance"]["plus"] > 0.999
     expected = np.sqrt(long_run / (GAUSS_STEPS * GAUSS_CHAINS))
     np.testing.assert_allclose(result.estimate.mcse, expected, rtol=ERROR_TOLERANCE)
     assert np.abs(result.estimate.mean / result.estimate.mcse).max() < 4
 
 
+@pytest.mark.slow
 def test_beta_of_the_wrong_sign_doubles_the_error():
     """Guards the sign: with -beta the variance is larger than without control."""
 
     def density(x):
         return -0.5 * jnp.sum((x / 1.3) ** 2)
 
-    algorithm, known = control(hmc(0.3, 4), density), exact_expectation(np.zeros(2))
+    algorithm = control(hmc(0.3, 4), density)
+    expectation = exact_expectation(np.zeros(2))
     states, learned = learn(algorithm, lambda x: x)
-    beta = fit_pair(learned, [0], [1], known).beta
+    beta = fit_pair(learned, [0], [1], expectation).beta
     assert (beta > 0.5).all()
     none, right, wrong = (
-        average(algorithm, states, 200, lambda x: x, known, sign * beta).estimate.mcse
+        average(
+            algorithm, states, 200, lambda x: x, expectation, sign * beta
+        ).estimate.mcse
         for sign in (0, 1, -1)
     )
     assert (right < 0.5 * none).all() and (wrong > 1.5 * none).all()
@@ -233,6 +239,7 @@ def test_full_coefficients_are_those_of_the_stored_trace(stored):
     np.testing.assert_allclose(fitted.mean, means, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_frozen_coefficients_cost_nothing():
     """Against the best ones for the run itself: at most 2 % more variance."""
     algorithm = control(hmc(0.3, 4), skewed)
@@ -247,6 +254,7 @@ def test_frozen_coefficients_cost_nothing():
     assert best.max() < 0.7  # there was something to lose
 
 
+@pytest.mark.slow
 def test_features_may_differ_from_the_statistic():
     algorithm = control(hmc(0.3, 4), skewed)
     states = start(algorithm, normal((64, 2)))
@@ -271,13 +279,13 @@ def test_features_may_differ_from_the_statistic():
 def test_a_poorly_known_mean_is_leaned_on_less():
     """The slope minimises Var Z / N + beta^2 s^2, on a grid."""
     _, learned = learn(control(hmc(0.3, 4), skewed), moments)
-    known = Expectation(MOMENTS.mean, np.diag([0, 1e-3, 1e-2, 1]), 100)
+    expectation = Expectation(MOMENTS.mean, np.diag([0, 1e-3, 1e-2, 1]), 100)
     draws = 1000
-    beta = fit_pair(learned, [0], [1], known, draws).beta
+    beta = fit_pair(learned, [0], [1], expectation, draws).beta
     (ff, fg), (_, gg) = learned.covariance()
     grid = np.linspace(-0.5, 1.5, 20_001)[:, None]
     left = (ff - 2 * grid * fg + grid**2 * gg) / draws
-    best = grid[(left + grid**2 * np.diag(known.covariance)).argmin(0), 0]
+    best = grid[(left + grid**2 * np.diag(expectation.covariance)).argmin(0), 0]
     np.testing.assert_allclose(beta, best, atol=2e-4)
     assert beta[0] == fit_pair(learned, [0], [1], MOMENTS).beta[0]
     assert abs(beta[3]) < 0.01
@@ -407,9 +415,11 @@ def quadrature(problem):
 @pytest.mark.parametrize("place", MAPS)
 def test_polynomials_have_the_right_expectation(place):
     problem = make(lambda x: {n: f(x) for n, f in QUADRATICS.items()}, MAPS[place])
-    known = reference_mean(KEY, problem)
-    assert known.num_draws == 0 and not known.covariance.any()
-    np.testing.assert_allclose(known.mean, quadrature(problem), rtol=1e-5, atol=1e-5)
+    expectation = reference_mean(KEY, problem)
+    assert expectation.num_draws == 0 and not expectation.covariance.any()
+    np.testing.assert_allclose(
+        expectation.mean, quadrature(problem), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.fixture
@@ -436,16 +446,17 @@ def test_nothing_else_is_exact(name, how):
         assert how(problem) == "draw_expectation"
 
 
+@pytest.mark.slow
 def test_drawn_expectations_are_right():
     """Those of all awkward statistics at once, against as many draws by numpy."""
     quick = {name: f for name, f in OTHERS.items() if name != "callback"}
     problem = make(lambda x: {n: f(x) for n, f in quick.items()}, MAPS["full"])
-    known = reference_mean(KEY, problem, 100_000)
-    assert known.num_draws >= 100_000
+    expectation = reference_mean(KEY, problem, 100_000)
+    assert expectation.num_draws >= 100_000
     z = np.random.default_rng(0).normal(size=(100_000, 3)).astype(np.float32)
     values = np.asarray(jax.lax.map(problem.statistic, z, batch_size=1000), float)
-    error = np.sqrt(values.var(0) / len(values) + np.diag(known.covariance))
-    assert np.abs((values.mean(0) - known.mean) / error).max() < 4.5
+    error = np.sqrt(values.var(0) / len(values) + np.diag(expectation.covariance))
+    assert np.abs((values.mean(0) - expectation.mean) / error).max() < 4.5
 
 
 def test_bent_map_is_not_exact():
@@ -474,19 +485,20 @@ def test_derivatives_are_those_of_the_program_that_was_read():
     def two_faced(x):
         return x**2 if not isinstance(x, jax.interpreters.ad.JVPTracer) else 7 * x**2
 
-    known = quadratic_expectation(two_faced, jnp.zeros(2))
-    assert known.mean.tolist() == [1, 1]
+    expectation = quadratic_expectation(two_faced, jnp.zeros(2))
+    assert expectation.mean.tolist() == [1, 1]
 
 
+@pytest.mark.slow
 def test_drawn_expectation_states_its_error():
     """Mean and covariance over independent repeats."""
     means, covariances = [], []
     for key in jax.random.split(KEY, 40):
-        known = draw_expectation(key, moments, jnp.zeros(2), 2048, batch=128)
-        assert known.num_draws == 2048
-        means.append(known.mean[2:])
-        covariances.append(known.covariance[2:, 2:])
-        assert np.abs(known.mean[:2]).max() < 1e-6  # odd: pairs cancel
+        expectation = draw_expectation(key, moments, jnp.zeros(2), 2048, batch=128)
+        assert expectation.num_draws == 2048
+        means.append(expectation.mean[2:])
+        covariances.append(expectation.covariance[2:, 2:])
+        assert np.abs(expectation.mean[:2]).max() < 1e-6  # odd: pairs cancel
     covariance = np.mean(covariances, 0)
     errors = (np.array(means) - 1) / np.sqrt(np.diag(covariance))
     assert 0.75 < errors.std() < 1.25
@@ -503,6 +515,7 @@ def test_few_draws_are_enough_batches_to_tell_an_error():
 COVER_REPEATS, COVER_CHAINS, COVER_STEPS, FEW_DRAWS = 80, 16, 100, 512
 
 
+@pytest.mark.slow
 def test_noise_of_the_expectation_is_in_the_error_bar():
     """Q = P: all the error comes from E_Q. Without it the interval has no width."""
     algorithm, ones = control(hmc(0.5, 3), standard_normal), exact_expectation([1, 1])
@@ -524,9 +537,11 @@ def test_noise_of_the_expectation_is_in_the_error_bar():
 def test_shared_variance_of_a_full_matrix():
     beta = np.random.default_rng(0).normal(size=(4, 3))
     root = np.random.default_rng(1).normal(size=(6, 6))
-    known = Expectation(np.zeros(6), root @ root.T, 10)  # two features are not used
-    expected = np.diag(beta.T @ known.covariance[:4, :4] @ beta)
-    np.testing.assert_allclose(shared_variance(known, beta), expected)
+    expectation = Expectation(
+        np.zeros(6), root @ root.T, 10
+    )  # two features are not used
+    expected = np.diag(beta.T @ expectation.covariance[:4, :4] @ beta)
+    np.testing.assert_allclose(shared_variance(expectation, beta), expected)
 
 
 def test_worthwhile_draws():

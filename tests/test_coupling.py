@@ -72,6 +72,7 @@ def starts(chains=CHAINS, dim=DIM):
     return jax.random.normal(jax.random.key(1), (chains, dim))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_marginal_chains_are_bitwise_plain_blackjax(name, monkeypatch):
     """A loop written with BlackJAX alone, one density at a time.
@@ -136,6 +137,7 @@ def test_shared_uniform_and_momentum():
     )  # there are rejections to disagree on
 
 
+@pytest.mark.slow
 def test_chains_contract_and_unshared_uniforms_prevent_it():
     """The distance falls to rounding; with separate uniforms it cannot."""
     target = logistic_regression()
@@ -172,6 +174,7 @@ def test_chains_contract_and_unshared_uniforms_prevent_it():
     assert left["shared"] < 1e-3 < 1e-1 < left["unshared"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "integrator"),
     [
@@ -276,6 +279,7 @@ def mean_position(sums, states, infos):
     return sums + states.plus.position.mean(0)
 
 
+@pytest.mark.slow
 def test_blocks_and_pieces_do_not_change_the_chains():
     """A run that goes on, also from the disk, is the run that never stopped."""
     algorithm = antithetic(hmc(0.3, 2), tilted)
@@ -327,6 +331,7 @@ def test_totals_are_added_in_double_precision():
     assert sums["row"].tolist() == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_rates_count_each_chain():
     """Against the decisions stored at every step."""
     algorithm = cva(hmc(0.9, 3), tilted)
@@ -364,6 +369,7 @@ def test_divergences_are_counted_once_a_step():
     assert rates.divergent.sum(0).tolist() == [6] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_programs_die_with_the_sampler(name):
     """With all that they were made of, however the sampler was used."""
@@ -384,6 +390,7 @@ def test_programs_die_with_the_sampler(name):
     assert [reference() for reference in references] == [None] * 4
 
 
+@pytest.mark.slow
 def test_many_samplers_leave_no_programs_behind():
     """A process may make as many samplers as it likes."""
 

@@ -56,28 +56,30 @@ LEAST = {  # ESS per step at the median: (means, second moments)
     "cva": (90, 85),
 }
 # Another machine rounds differently, and so makes other random decisions. An ESS from
-# 256 chains has this relative standard error; with this key the bounds hold without it.
-SLACK = np.sqrt(2 / 255)
+# 128 chains has this relative standard error; with this key the bounds hold without it.
+SLACK = np.sqrt(2 / 127)
 
 
 @pytest.fixture(scope="module")
 def full_runs(logistic):
-    problem, known = logistic
+    problem, expectation = logistic
     return {
-        name: swindle(KEY, name, hmc(0.3, 5), problem, 256, 500, 300, known)
+        name: swindle(KEY, name, hmc(0.3, 5), problem, 128, 300, 200, expectation)
         for name in FOUR
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", FOUR)
 def test_efficiency_on_logistic_regression(full_runs, scheme):
     estimate = full_runs[scheme].estimate
     per_step = np.median(estimate.ess.reshape(2, 25), axis=1) / estimate.num_draws
-    assert estimate.num_draws == 256 * 500
+    assert estimate.num_draws == 128 * 300
     assert (per_step >= (1 - SLACK) * np.array(LEAST[scheme])).all()
     assert estimate.warnings() == []
 
 
+@pytest.mark.slow
 def test_formulas_of_the_paper(full_runs):
     """ESS / (1 - rho^2) and 2 ESS / (1 + rho), at the median over statistics."""
     alone = full_runs["plain"].estimate.ess
@@ -90,6 +92,7 @@ def test_formulas_of_the_paper(full_runs):
         assert 0.75 < np.median(ratio) < 1.33
 
 
+@pytest.mark.slow
 def test_published_posterior(full_runs, logistic_truth):
     """Moments of the German-credit regression against inference-gym's long run."""
     truth = logistic_truth
@@ -106,7 +109,7 @@ def test_published_posterior(full_runs, logistic_truth):
     assert np.abs(z).max() < 4
 
 
-def repeat_runs(scheme, sampler, problem, known, chains, steps, repeats=REPEATS):
+def repeat_runs(scheme, sampler, problem, expectation, chains, steps, repeats=REPEATS):
     """Independent runs, each with coefficients of its own, in one program."""
     parts, keys = SCHEMES[scheme], jax.random.split(KEY, 4)
     algorithm, statistic = parts.build(sampler, problem.logdensity), problem.statistic
@@ -117,7 +120,7 @@ def repeat_runs(scheme, sampler, problem, known, chains, steps, repeats=REPEATS)
     groups = np.split(np.arange(repeats * chains), repeats)
     series = pair_series(statistic)
     if parts.has_control:
-        features = make_features(parts, statistic, problem.dim, known)
+        features = make_features(parts, statistic, problem.dim, expectation)
         betas = [
             fit_scheme(
                 parts,
@@ -131,7 +134,7 @@ def repeat_runs(scheme, sampler, problem, known, chains, steps, repeats=REPEATS)
             for group in groups
         ]
         beta = jnp.repeat(jnp.asarray(np.array(betas), z.dtype), chains, axis=0)
-        mean = jnp.asarray(known.mean, z.dtype)
+        mean = jnp.asarray(expectation.mean, z.dtype)
 
         def series(states):
             f, g = pair_values(statistic, states), control_values(statistic, states)
@@ -176,6 +179,7 @@ def check_coverage(results, truth, truth_error=0.0):
 SKEWED_RUNS = {"hmc": (hmc(0.4, 4), CHAINS, STEPS), "mala": (mala(0.6), 64, 400)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "name"),
     [*((scheme, "hmc") for scheme in FOUR), ("plain", "mala"), ("cva", "mala")],
@@ -187,6 +191,7 @@ def test_coverage_on_a_skewed_target(scheme, name):
     check_coverage(repeat_runs(scheme, sampler, *latent(target), chains, steps), truth)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["plain", "cva"])
 def test_coverage_on_logistic_regression(logistic, full_runs, scheme):
     truth = full_runs["cva"].estimate
@@ -202,16 +207,17 @@ def test_the_mirrored_control_is_reflected():
     np.testing.assert_array_equal(values, jnp.stack([y**3, (-y) ** 3]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", [hmc(0.3, 5), random_walk(0.4)])
 def test_linear_statistic_of_an_affine_map_needs_no_beta(logistic, sampler):
     """Y+ and Y- average to the mean of Q: any beta gives the antithetic estimate."""
-    problem, known = logistic
+    problem, expectation = logistic
     z = jax.random.normal(KEY, (CHAINS, problem.dim))
 
     def mean(scheme, series):
         algorithm = SCHEMES[scheme].build(sampler, problem.logdensity)
         states = start(algorithm, z)
-        fold = fold_series(series, states, known.mean)
+        fold = fold_series(series, states, expectation.mean)
         _, sums = run(KEY, algorithm, states, 50, fold)
         return estimate_series(sums).estimate.mean
 
@@ -219,7 +225,7 @@ def test_linear_statistic_of_an_affine_map_needs_no_beta(logistic, sampler):
         return control_values(problem.statistic, states)
 
     beta = np.random.default_rng(0).normal(size=50)
-    corrected = control_series(problem.statistic, observe, known.mean, beta)
+    corrected = control_series(problem.statistic, observe, expectation.mean, beta)
     pair = mean("antithetic", pair_series(problem.statistic))
     found = mean("cva", corrected)
     np.testing.assert_allclose(found[:25], pair[:25], atol=2e-6)
@@ -253,6 +259,7 @@ print(*peaks)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_memory_does_not_grow_with_the_steps():
     """256 chains of 501 dimensions: all products of features, and the averages."""

@@ -132,6 +132,7 @@ def report():
     return run_on(begin()[0], 30)
 
 
+@pytest.mark.slow
 def test_answer_is_right(report):
     error = np.abs(report.estimate.mean - TRUTH) / report.estimate.mcse
     assert report.job.run.steps == 300 and error.max() < 4
@@ -231,7 +232,7 @@ def test_merging_changes_no_estimate():
 def test_errors_that_stay_are_part_of_the_error():
     job = taken(2, "plain")
     before = job.estimate().mcse
-    plan = job.plan._replace(shared=np.full(6, 0.09), rounding=np.full(6, 0.4))
+    plan = job.plan._replace(shared_variance=np.full(6, 0.09), rounding=np.full(6, 0.4))
     after = job._replace(plan=plan).estimate().mcse
     assert np.allclose(after**2 - before**2, 0.25)
 
@@ -305,7 +306,7 @@ def test_notes():
     job = taken(16)
     found = job.estimate()
     assert job_notes(job, found) == []
-    plan = job.plan._replace(rounding=found.mcse, shared=found.mcse**2)
+    plan = job.plan._replace(rounding=found.mcse, shared_variance=found.mcse**2)
     changed = job._replace(plan=plan, pareto_k=1.0, stuck=2, dropped=80)
     notes = job_notes(changed, found)
     words = ["arithmetic", "control's mean", "Pareto k 1.0", "2 chains", "80 steps"]
@@ -354,7 +355,7 @@ def test_reached_needs_a_margin_rhat_rest_and_blocks(monkeypatch):
     assert reached(just) and not reached(found.mcse * 1.01)
     assert not reached(just, found._replace(rhat=np.full(6, 1.2)))
     assert not reached(just, job=job._replace(draws=job.draws[:7]))
-    known = job.plan._replace(shared=found.mcse**2 / 2)
+    known = job.plan._replace(shared_variance=found.mcse**2 / 2)
     assert reached(found.mcse / 9, job=job._replace(plan=known)), "as good as it can be"
     monkeypatch.setattr(estimation, "has_drift", lambda job: True)
     assert not reached(just)

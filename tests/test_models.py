@@ -58,6 +58,7 @@ def test_numpyro_statistics_see_constrained_values_by_site(numpyro_counts):
     assert np.isclose(values["twice"], 2 * np.exp(0.5))
 
 
+@pytest.mark.slow
 def test_pymc_has_the_same_density_and_names():
     import pymc as pm
 

@@ -88,6 +88,7 @@ def make(name, dtype="float32"):
         return FLOWS[name]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype", "tolerance"),
     [
@@ -115,6 +116,7 @@ def test_round_trip_and_volume(name, dtype, tolerance):
         assert back.dtype == log_det.dtype == dtype
 
 
+@pytest.mark.slow
 def test_one_layer_is_triangular_up_to_its_permutation():
     flow = some_flow(identity(DIM), SMALL._replace(flows=1))
     jacobian = jax.jit(lambda z: jax.jacobian(flow)(z))(jnp.linspace(-1, 1, DIM))
@@ -181,6 +183,7 @@ def curved(x):
     return -0.5 * (x[0] ** 2 + ((x[1] - x[0] ** 2) / 0.3) ** 2)
 
 
+@pytest.mark.slow
 def test_flow_fits_what_affine_maps_cannot():
     schedule = Schedule(num_steps=3000, batch=128, learning_rate=1e-2)
     design = Design(flows=3, width=16)
@@ -233,6 +236,7 @@ class Quadratic:
         return -0.5 * (x - 1) @ (x - 1)
 
 
+@pytest.mark.slow
 def test_what_was_compiled_for_a_density_dies_with_it():
     density = Quadratic()
     gone = weakref.ref(density)
@@ -316,6 +320,7 @@ def test_what_cannot_be_saved_or_loaded(tmp_path):
         load_map(tmp_path / "nothing")
 
 
+@pytest.mark.slow
 def test_without_flowjax_it_says_what_to_install():
     code = """
 import sys

@@ -68,10 +68,30 @@ def test_each_name_is_defined_once():
     assert [name for name, times in count.items() if times > 1] == []
 
 
+def six_lines(module: Path) -> set[str]:
+    """All runs of six lines of a module, without imports, blanks and comments."""
+    text = module.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for number in range(node.lineno - 1, node.end_lineno):
+                lines[number] = ""
+    kept = [line.strip() for line in lines if line.strip() and line.strip()[0] != "#"]
+    return {"\n".join(kept[i : i + 6]) for i in range(len(kept) - 5)}
+
+
+def test_no_two_modules_share_six_lines():
+    modules = sorted((ROOT / "src" / "swindles").glob("[a-z]*.py"))
+    count = Counter(run for module in modules for run in six_lines(module))
+    assert len(count) > 1000
+    assert [run for run, times in count.items() if times > 1] == []
+
+
 HEAVY = ("arviz", "arviz_stats", "xarray", "pandas", "matplotlib", "numpyro", "pymc")
 HEAVY += ("flowjax", "equinox", "paramax", "scipy.stats", "scipy.signal")
 
 
+@pytest.mark.slow
 def test_import_is_light():
     """Libraries that most calls do not need are imported where they are needed."""
     code = (
@@ -154,21 +174,25 @@ def built(tmp_path_factory):
     return out / "_build" / "html"
 
 
+@pytest.mark.slow
 def test_book_has_every_page(built):
     for file in toc_files():
         assert (built / f"{file}.html").exists()
 
 
+@pytest.mark.slow
 def test_book_asks_no_other_host(built):
     assert offline.remote_requests(built) == []
 
 
+@pytest.mark.slow
 def test_maths_is_in_the_book(built):
     page = (built / "book" / "notation.html").read_text(encoding="utf-8")
     script = re.search(r'src="([^"]*mathjax/[^"?]*)', page).group(1)
     assert (built / "book" / script).exists()
 
 
+@pytest.mark.slow
 def test_public_names_are_in_the_book(built):
     names = re.findall(r"^\.\. auto\w+:: (\w+)$", PAGE.read_text(), re.M)
     page = (built / "book" / "api.html").read_text(encoding="utf-8")

@@ -173,9 +173,9 @@ def test_tuning():
         for which in [("logistic", "control", "tuned"), ("logistic", "control", "grid")]
     ]
     problem = tuning.load_problem("logistic")
-    known = tuning.reference_mean(tuning.jax.random.key(5), problem)
+    expectation = tuning.reference_mean(tuning.jax.random.key(5), problem)
     grid = tuning.Grid(*np.transpose([tuning.settings(row) for row in rows]))
-    found = tuning.measure(OTHER, "control", problem, known, grid, (64, 100, 300))
+    found = tuning.measure(OTHER, "control", problem, expectation, grid, (64, 100, 300))
     for new, old in zip(found, rows, strict=True):
         assert tuning.settings(new) == pytest.approx(tuning.settings(old))
         for name in ("acceptance", "decoupling"):

@@ -25,7 +25,7 @@ from swindles.control import (
 )
 from swindles.coupling import hmc, mala, random_walk, record, run, start, take_steps
 from swindles.models import Model, make_problem
-from swindles.neutra import fit_flow, load_map
+from swindles.neutra import load_map
 from swindles.schemes import (
     SCHEMES,
     Plan,
@@ -47,7 +47,6 @@ from swindles.targets import (
 from swindles.transport import (
     Affine,
     fit_affine,
-    identity,
     laplace,
     map_quality,
     standard_normal,
@@ -119,6 +118,7 @@ def bent_problem():
     return problem_in_x(target, moments).through(Bent()), truth
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "sampler"),
     [
@@ -167,6 +167,7 @@ def test_mirrored_in_z_and_not_in_x():
     assert both.std() > 0.1  # the sum of the two is constant in z alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["control", "cva", "control+stein", "cva+stein"])
 def test_no_variance_when_q_is_p(scheme):
     """On any Gaussian, through its own map: all the error is that of rounding."""
@@ -180,6 +181,7 @@ def test_no_variance_when_q_is_p(scheme):
     assert result.rates["decoupling"]["control"] < 0.01
 
 
+@pytest.mark.slow
 def test_gaussian_with_mean_three_averages_to_three():
     """Without a map: the mirror image of a state is no position."""
     problem = make_problem(Model(lambda x: -0.5 * jnp.sum((x - 3) ** 2), jnp.zeros(2)))
@@ -188,13 +190,15 @@ def test_gaussian_with_mean_three_averages_to_three():
     assert found.mcse.max() < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["antithetic", "cva", "cva+stein"])
 def test_the_loop_is_the_average_of_its_trace(bent_problem, scheme):
     """Z by numpy, from a replay with the same keys and the coefficients it reports."""
     problem, _ = bent_problem
-    known, order, chains, steps = reference_mean(KEY, problem, 8192), "full", 32, 100
+    expectation = reference_mean(KEY, problem, 8192)
+    order, chains, steps = "full", 32, 100
     result = swindle(
-        KEY, scheme, hmc(0.4, 4), problem, chains, steps, 60, known, order=order
+        KEY, scheme, hmc(0.4, 4), problem, chains, steps, 60, expectation, order=order
     )
     parts, keys = SCHEMES[scheme], jax.random.split(KEY, 4)
     algorithm = parts.build(hmc(0.4, 4), problem.logdensity)
@@ -204,7 +208,7 @@ def test_the_loop_is_the_average_of_its_trace(bent_problem, scheme):
     if scheme == "cva":  # its coefficients are those of the second half of the warm-up
         fold = fold_pair_products(problem.statistic, states)
         _, learned = run(warm[1], algorithm, states, 30, fold)
-        features = make_features(parts, problem.statistic, 2, known)
+        features = make_features(parts, problem.statistic, 2, expectation)
         fitted = fit_scheme(parts, learned, features, chains * steps)
         np.testing.assert_allclose(result.beta, fitted.beta, rtol=1e-4)
     states, _ = record(warm[1], algorithm, states, 30)
@@ -217,7 +221,7 @@ def test_the_loop_is_the_average_of_its_trace(bent_problem, scheme):
     if parts.has_control:
         y = seen.control.position
         g = np.mean([moments_along_z(z) for z in (y, -y)], 0)
-        excess = g - known.mean
+        excess = g - expectation.mean
         if parts.stein:
             excess = np.concatenate([excess, stein], -1)[..., : len(result.beta)]
             f = f - excess @ result.beta
@@ -227,9 +231,9 @@ def test_the_loop_is_the_average_of_its_trace(bent_problem, scheme):
     spread = chain_means.var(0, ddof=1) / chains
     if parts.has_control and parts.stein:
         beta = result.beta[:4]
-        spread = spread + np.einsum("kd,kl,ld->d", beta, known.covariance, beta)
+        spread = spread + np.einsum("kd,kl,ld->d", beta, expectation.covariance, beta)
     elif parts.has_control:
-        spread = spread + result.beta**2 * np.diag(known.covariance)
+        spread = spread + result.beta**2 * np.diag(expectation.covariance)
     np.testing.assert_allclose(result.estimate.mean, chain_means.mean(0), atol=2e-5)
     np.testing.assert_allclose(result.estimate.mcse, np.sqrt(spread), rtol=2e-3)
 
@@ -243,12 +247,13 @@ def moments_along(chain):
     return moments_along_z(chain.position)
 
 
+@pytest.mark.slow
 def test_coefficients_do_not_depend_on_the_run(bent_problem):
     """They are frozen before its first step, when E_Q is exact."""
     problem, _ = bent_problem
-    known = exact_expectation(reference_mean(KEY, problem, 100_000).mean)
+    expectation = exact_expectation(reference_mean(KEY, problem, 100_000).mean)
     betas = [
-        swindle(KEY, "cva", hmc(0.4, 4), problem, 32, steps, 60, known).beta
+        swindle(KEY, "cva", hmc(0.4, 4), problem, 32, steps, 60, expectation).beta
         for steps in (20, 60)
     ]
     np.testing.assert_array_equal(*betas)
@@ -263,6 +268,7 @@ SETTINGS = {  # of the authors' code: step size, leapfrog steps; ESS per step
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SETTINGS)
 def test_efficiency_is_that_of_the_authors_code(scheme):
     """Logistic regression, median over 25 means and squared deviations."""
@@ -283,6 +289,7 @@ def test_efficiency_is_that_of_the_authors_code(scheme):
 COVERED_DIM = 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_coverage(scheme):
     """Sixty alike coordinates are sixty repeats of one loop."""
@@ -305,16 +312,19 @@ def test_bad_input(bent_problem):
     problem, _ = bent_problem
     with pytest.raises(ValueError, match="1 entries but there are 4"):
         swindle(KEY, "cva", hmc(0.4, 4), problem, 16, 9, 9, exact_expectation([0.0]))
-    known = exact_expectation(np.zeros(4))
+    expectation = exact_expectation(np.zeros(4))
     for scheme in ("control", "stein"):
         with pytest.raises(ValueError, match="use at least 8"):
-            swindle(KEY, scheme, hmc(0.4, 4), problem, 4, 9, 9, known, order="first")
+            swindle(
+                KEY, scheme, hmc(0.4, 4), problem, 4, 9, 9, expectation, order="first"
+            )
     with pytest.raises(ValueError, match="say one of none, first"):
         swindle(KEY, "stein", hmc(0.4, 4), problem, 16, 9, 9, order="second")
     with pytest.raises(ValueError, match="expectation under Q"):
         make_features(SCHEMES["control"], problem.statistic, 2)
 
 
+@pytest.mark.slow
 def test_one_plain_chain_is_enough(bent_problem):
     problem, truth = bent_problem
     with warnings.catch_warnings():
@@ -353,6 +363,7 @@ AWKWARD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["control", "cva"])
 def test_awkward_statistics_are_not_exact_in_the_loop(scheme):
     """Q = P: the answer is E_Q, and its error bar is that of E_Q alone."""
@@ -375,6 +386,7 @@ def test_awkward_statistics_are_not_exact_in_the_loop(scheme):
     assert (found.mcse / np.sqrt(found.variance) > 1e-5).all()
 
 
+@pytest.mark.slow
 def test_polynomials_are_exact_in_the_loop():
     target = gaussian(np.array([0.4]), np.array([[0.81]]))
     to_x = Affine(jnp.array([0.4]), jnp.array([0.9]))
@@ -400,6 +412,7 @@ def gains(problem, step_size=0.4, leaps=4, chains=64, steps=150):
     return pilot, {n: 1 / (SCHEMES[n].num_targets * v) for n, v in left.items()}
 
 
+@pytest.mark.slow
 def test_pilot_tells_a_perfect_map_from_a_poor_one():
     target = gaussian(np.array([1.0, 2.0]), np.array([[2.0, 0.6], [0.6, 0.5]]))
     perfect = laplace(target.logdensity, jnp.zeros(2))
@@ -413,6 +426,7 @@ def test_pilot_tells_a_perfect_map_from_a_poor_one():
     assert map_quality(KEY, target, narrow)[0] > 0.5
 
 
+@pytest.mark.slow
 def test_gains_are_those_of_the_formulas():
     """1 / (1 + rho) and 1 / (1 - rho^2), from the correlations of the pilot run."""
     target = logistic_regression()
@@ -441,12 +455,14 @@ def round_maps():
     return fits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BEST)
 def test_full_rank_fit_is_within_a_third_of_a_nat_of_the_best(round_maps, name):
     _, fit = round_maps[name]
     assert -0.05 < -fit.elbo - BEST[name] < 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sampler", "chains", "steps", "least"),
     [
@@ -474,39 +490,43 @@ def published_sparse(truth):
     mean, error = (
         np.concatenate(
             [
-                np.ravel(getattr(truth, f"IDENTITY_{n.upper()}_MEAN{tail}"))
+                np.ravel(getattr(truth, f"IDENTITY_{n.upper()}_MEAN{ending}"))
                 for n in names
             ]
         )
-        for tail in ("", "_STANDARD_ERROR")
+        for ending in ("", "_STANDARD_ERROR")
     )
     return mean, error
 
 
+@pytest.fixture(scope="module")
+def sparse_runs():
+    problem = make_problem(sparse_logistic_regression()).through(sparse_flow())
+    return {
+        name: swindle(KEY, name, hmc(0.2, 5), problem, 64, 500, 200)
+        for name in ("plain", "cva")
+    }
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["plain", "cva"])
-def test_sparse_regression_has_the_published_moments(scheme, sparse_truth):
-    target = sparse_logistic_regression()
+def test_sparse_regression_has_the_published_moments(sparse_runs, scheme, sparse_truth):
+    estimate = sparse_runs[scheme].estimate
     mean, error = published_sparse(sparse_truth)
-    problem = make_problem(target).through(sparse_flow())
-    result = swindle(KEY, scheme, hmc(0.25, 6), problem, 128, 600, 300)
-    z = (result.estimate.mean - mean) / np.hypot(result.estimate.mcse, error)
+    z = (estimate.mean - mean) / np.hypot(estimate.mcse, error)
     assert np.abs(z).max() < 4
     assert np.median(np.abs(z)) < 1.5
 
 
 @pytest.mark.slow
-def test_the_papers_flow_on_the_sparse_regression():
+def test_the_papers_flow_on_the_sparse_regression(sparse_runs):
     """-ELBO, and what CVA gains over HMC with the same settings, per step."""
-    target = sparse_logistic_regression()
-    fit = fit_flow(KEY, target.logdensity, identity(51))
-    assert -fit.elbo < 470.8
-    problem = problem_in_x(target).through(fit.transport)
-    per_step = {}
-    for name in ("plain", "cva"):
-        result = swindle(KEY, name, hmc(0.18, 5), problem, 128, 800, 400)
-        assert result.rates["acceptance"]["plus"] >= 0.93
-        per_step[name] = np.median(result.estimate.ess)
-    assert per_step["cva"] > 6 * per_step["plain"]
+    _, elbo = map_quality(KEY, sparse_logistic_regression(), sparse_flow())
+    assert -elbo < 470.8
+    for result in sparse_runs.values():
+        assert result.rates["acceptance"]["plus"] >= 0.9
+    ess = {name: np.median(r.estimate.ess) for name, r in sparse_runs.items()}
+    assert ess["cva"] > 6 * ess["plain"], ess
 
 
 # In BlackJAX's shape.
@@ -667,6 +687,7 @@ def test_both_parts_of_the_loop_lower_for_cuda(name, bent_problem):
     check_lowering(name, problem)
 
 
+@pytest.mark.slow
 def test_the_loop_lowers_for_cuda_through_a_flow():
     problem = problem_in_x(sparse_logistic_regression()).through(sparse_flow())
     check_lowering("cva", problem)
@@ -677,8 +698,8 @@ def check_lowering(name, problem):
     algorithm = parts.build(hmc(0.2, 2), problem.logdensity)
     states = start(algorithm, jnp.zeros((8, problem.dim)))
     number = problem.statistic(problem.position).size
-    known = exact_expectation(np.zeros(number))
-    features = make_features(parts, problem.statistic, problem.dim, known, order)
+    expectation = exact_expectation(np.zeros(number))
+    features = make_features(parts, problem.statistic, problem.dim, expectation, order)
     mean = features.expectation.mean
     if parts.stein:
         learn = fold_feature_products(problem.statistic, features.observe, mean, states)

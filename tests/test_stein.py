@@ -141,6 +141,7 @@ MEAN, COVARIANCE = (
 EXACT = {"float32": 2e-5, "float64": 1e-7}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "dtype"),
     [
@@ -175,6 +176,7 @@ def test_no_error_on_a_gaussian(scheme, dtype):
             assert first.variance[:3].max() < 1e-9 < 1e-2 < first.variance[3:].min()
 
 
+@pytest.mark.slow
 def test_running_estimate_equals_the_stored_trace():
     """Features, averages over pairs and frozen coefficients, by hand with numpy."""
     problem = round_problem(skewed(2))
@@ -226,6 +228,7 @@ def logistic():
     return found
 
 
+@pytest.mark.slow
 def test_logistic_regression(logistic):
     result = logistic["float32"][1]
     ess = per_step(result).reshape(2, 25)
@@ -235,6 +238,7 @@ def test_logistic_regression(logistic):
     assert result.estimate.warnings() == []
 
 
+@pytest.mark.slow
 def test_single_precision_agrees_with_double(logistic):
     single, double = (logistic[dtype][1].estimate for dtype in DTYPES)
     distance = (single.mean - double.mean) / np.hypot(single.mcse, double.mcse)
@@ -255,6 +259,7 @@ def check_means(sums, number):
     assert (error > 0).all() and ratio.size == number
 
 
+@pytest.mark.slow
 def test_features_of_the_logistic_regression_have_mean_zero(logistic):
     for sums, _ in logistic.values():
         check_means(sums, 350)
@@ -265,7 +270,7 @@ def test_item_response():
     """501 dimensions: a table of all products is refused, a diagonal one pays."""
     problem = round_problem(item_response())
     sums, result = learned_and_estimated(
-        KEY, "antithetic+stein", hmc(0.3, 5), problem, 64, 200, 500
+        KEY, "antithetic+stein", hmc(0.3, 5), problem, 64, 100, 400
     )
     assert len(result.beta) == 1002
     ess = per_step(result).reshape(2, 501)
@@ -279,11 +284,11 @@ def test_sparse_regression():
     target = in_x(sparse_logistic_regression())
     to_x = load_map(files("swindles") / "data" / "sparse_flow.npz")
     problem = make_problem(target).through(to_x)
-    known = reference_mean(KEY, problem, 1_000_000)
+    expectation = reference_mean(KEY, problem, 1_000_000)
     ess = {}
     for scheme in ("cva", "cva+stein"):
         sums, result = learned_and_estimated(
-            KEY, scheme, hmc(0.2, 5), problem, 128, 300, 600, known, order="full"
+            KEY, scheme, hmc(0.2, 5), problem, 64, 200, 400, expectation, order="full"
         )
         ess[scheme] = np.median(per_step(result))
     assert ess["cva+stein"] >= SPARSE_GAIN * ess["cva"], ess
@@ -291,6 +296,7 @@ def test_sparse_regression():
     check_means(features, feature_orders(51, "full").size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "dtype"), [(skewed(3), "float32"), (banana(), "float64")]
 )
@@ -407,6 +413,7 @@ def check_repeats(estimates, truth):
     return np.exp(change)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["stein", "antithetic+stein"])
 def test_repeats_on_a_skewed_target(scheme):
     target = skewed(2)
@@ -416,6 +423,7 @@ def test_repeats_on_a_skewed_target(scheme):
     assert (ratio < 0.7).all(), ratio
 
 
+@pytest.mark.slow
 def test_useless_features_do_no_harm():
     """Waves too short for polynomials: 65 features have nothing to say about them."""
 
@@ -428,6 +436,7 @@ def test_useless_features_do_no_harm():
     assert ratio.min() > 0.9, ratio
 
 
+@pytest.mark.slow
 def test_fewer_draws_than_features_do_no_harm(logistic):
     """350 features of the logistic regression, and 320 draws to fit them."""
     problem = round_problem(logistic_regression())
@@ -439,6 +448,7 @@ def test_fewer_draws_than_features_do_no_harm(logistic):
     assert np.median(ratio[0]) < 0.5 and ratio.max() < 1.3, ratio
 
 
+@pytest.mark.slow
 def test_a_poorly_known_mean_is_not_leaned_on():
     """The noise of E_Q, from 64 draws, would swamp what the control chain gains."""
     problem, draws = round_problem(skewed(2)), 64 * 400
@@ -452,10 +462,10 @@ def test_a_poorly_known_mean_is_not_leaned_on():
     )
     alone = np.sqrt(fit_features(sums, []).variance / draws)
     error = {}
-    for name, known in {"noisy": noisy, "exact": exactly}.items():
-        features = make_features(parts, problem.statistic, 2, known)
+    for name, expectation in {"noisy": noisy, "exact": exactly}.items():
+        features = make_features(parts, problem.statistic, 2, expectation)
         fitted = schemes.fit_scheme(parts, sums, features, draws)
-        shared = shared_variance(known, fitted.beta)
+        shared = shared_variance(expectation, fitted.beta)
         error[name] = np.sqrt(fitted.variance / draws + shared) / alone
     assert (error["exact"] < 0.7)[:2].all(), error["exact"]  # means
     assert (error["noisy"] < 1.1).all(), error["noisy"]
@@ -482,7 +492,7 @@ def test_a_scheme_that_affords_no_features_is_a_plain_chain():
     states, plan, _ = schemes.learn(
         KEY, algorithm, states, problem, "stein", 20, 320, None, "none"
     )
-    assert plan.beta.shape == (0, 2) and (plan.shared == 0).all()
+    assert plan.beta.shape == (0, 2) and (plan.shared_variance == 0).all()
     f, z = plan_series(plan, problem.statistic)(states)
     np.testing.assert_array_equal(f, states.plus.position)
     assert z is None, "nothing but f"
@@ -508,10 +518,10 @@ def test_bad_input():
 def test_kernels_lower_for_cuda():
     """Steps with the sums of a warm-up, and with those of a run."""
     problem = make_problem(in_x(skewed(3)), moments)
-    parts, known = SCHEMES["cva+stein"], reference_mean(KEY, problem)
+    parts, expectation = SCHEMES["cva+stein"], reference_mean(KEY, problem)
     algorithm = parts.build(hmc(0.3, 3), problem.logdensity)
     states = start(algorithm, jnp.ones((8, 3)))
-    features = make_features(parts, problem.statistic, 3, known, "full")
+    features = make_features(parts, problem.statistic, 3, expectation, "full")
     mean, number = features.expectation.mean, features.widths[-1]
     blank = np.zeros(6)
     plan = schemes.Plan(

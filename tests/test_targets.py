@@ -199,6 +199,7 @@ def test_hessian_matches_differences_of_the_gradient(name, x64):
     np.testing.assert_allclose(product, differences, rtol=0, atol=bound)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_dtype_follows_the_input(name):
     target = EVERYTHING[name]()
@@ -406,6 +407,7 @@ def run(key, algorithm, start, statistic, num_chains, num_steps, keep=None):
     return jax.jit(jax.vmap(chain))(jax.random.split(key, num_chains))
 
 
+@pytest.mark.slow
 def test_logistic_regression_matches_the_published_moments(logistic_truth):
     truth = logistic_truth
     target = targets.logistic_regression()
@@ -442,6 +444,7 @@ def test_logistic_regression_matches_the_published_moments(logistic_truth):
     assert (mean_error < 0.01 * sd).all()  # a run long enough to tell
 
 
+@pytest.mark.slow
 def test_sparse_regression_matches_the_published_means(sparse_truth):
     truth = sparse_truth
     names = ("UNSCALED_WEIGHTS", "LOCAL_SCALES", "GLOBAL_SCALE")

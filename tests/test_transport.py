@@ -90,6 +90,7 @@ def test_laplace_of_a_gaussian_is_that_gaussian():
     np.testing.assert_allclose(covariance, root @ root.T, rtol=1e-3, atol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [logistic_regression, item_response])
 def test_latent_posterior_is_round_at_its_mode(make):
     target = make()
@@ -121,6 +122,7 @@ def test_no_laplace_approximation(density, message):
         laplace(density, jnp.zeros(2))
 
 
+@pytest.mark.slow
 def test_pathfinder_when_there_is_no_curvature():
     def kinked(x):
         return -jnp.abs(x - 3).sum()
@@ -390,6 +392,7 @@ def test_what_was_compiled_for_a_density_dies_with_it():
     assert gone() is None
 
 
+@pytest.mark.slow
 def test_importing_maps_imports_no_heavy_library():
     heavy = "arviz_stats", "flowjax", "equinox", "paramax", "scipy.optimize"
     code = f"""

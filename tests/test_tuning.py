@@ -138,6 +138,7 @@ def test_rows_of_chains_that_lack_some():
     assert rows["antithetic"](every) == ([0, 1], []) and rows["plain"](every)[0] == [0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_setting_of_a_grid_is_the_run_with_that_setting(family):
     trial = make_trial("cva", FAMILIES[family], toy(), normal(16, 5))
@@ -157,6 +158,7 @@ def test_every_setting_of_a_grid_is_the_run_with_that_setting(family):
             )
 
 
+@pytest.mark.slow
 def test_pilot_agrees_with_a_stored_trace():
     problem = toy()
     trial = make_trial("cva", HMC, problem, normal(32, 5))
@@ -188,6 +190,7 @@ def test_pilot_agrees_with_a_stored_trace():
     np.testing.assert_allclose(doubled[0, 0, 0], half[0].var(0), rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_pilot_of_three_chains_has_the_pilot_of_two_in_it():
     """Leave out the minus chain of CVA, and the control scheme remains."""
     grid, problem = Grid(np.array([0.6, 0.3]), np.array([2, 4])), toy()
@@ -323,6 +326,7 @@ def test_nine_step_counts_around_the_middle():
         assert counts[-1] >= 3 * middle
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "target"),
     [("hmc", 0.95), ("hmc", 0.7), ("mala", 0.95), ("random walk", 0.4)],
@@ -338,6 +342,7 @@ def test_adaptation_reaches_its_target(family, target):
     assert found.gradients >= least if family == "hmc" else found.gradients == least
 
 
+@pytest.mark.slow
 def test_adaptation_finds_the_scale_of_a_target():
     wide = from_density(lambda x: -0.5 * jnp.sum(x**2) / 400, 5)
     found = adapt_step_size(KEY, wide, trajectory_length=30.0)
@@ -360,6 +365,7 @@ def test_adaptation_starts_where_it_is_told():
     assert ((found.accepted[1:] > 20) & (found.accepted[1:] <= 40)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "scheme"),
     [*(("hmc", scheme) for scheme in FOUR), ("mala", "cva"), ("random walk", "cva")],
@@ -381,6 +387,7 @@ def test_all_samplers_and_schemes(tuned, family, scheme):
     assert f"{found.step_size:.3g}" in text and scheme in text
 
 
+@pytest.mark.slow
 def test_swindles_want_a_high_acceptance_and_good_maps_a_higher_one():
     """The best rate of a chain alone is 0.651."""
     rates = {
@@ -390,6 +397,7 @@ def test_swindles_want_a_high_acceptance_and_good_maps_a_higher_one():
     assert 0.651 + 0.1 < rates[2.0] < 0.93 < rates[50.0]
 
 
+@pytest.mark.slow
 def test_same_key_same_settings_and_two_programs(first, monkeypatch):
     """One program adapts, one runs all pilots; each is compiled for one shape."""
     programs = []
@@ -408,6 +416,7 @@ def test_same_key_same_settings_and_two_programs(first, monkeypatch):
     np.testing.assert_array_equal(first.curve.efficiency, second.curve.efficiency)
 
 
+@pytest.mark.slow
 def test_programs_go_with_the_problem():
     """Nothing that was compiled for a log density outlives it."""
     problem = from_density(lambda x: -jnp.sum(jnp.cosh(x)), 3)
@@ -420,6 +429,7 @@ def test_programs_go_with_the_problem():
     assert density() is None
 
 
+@pytest.mark.slow
 def test_interval_matches_the_spread_over_keys():
     """Of the recommended step size, in logs, within a factor of 2.5."""
     trial = make_trial("control", HMC, toy(dim=10), normal(64, 10))
@@ -435,6 +445,7 @@ def test_interval_matches_the_spread_over_keys():
     assert 1 / 2.5 < ratio < 2.5
 
 
+@pytest.mark.slow
 def test_settings_that_are_too_dear_are_left_out():
     trial = make_trial("control", HMC, toy(), normal(16, 5))
     counts = np.array([1, 2, 3, 50])
@@ -443,6 +454,7 @@ def test_settings_that_are_too_dear_are_left_out():
     assert pilot.num_steps.tolist() == [24, 12, 8]
 
 
+@pytest.mark.slow
 def test_curve_reaches_to_its_ends(first):
     curve = first.curve
     rate, efficiency = curve.at(curve.step_size[[0, -1]] * [1 - 1e-7, 1 + 1e-7])
@@ -501,6 +513,7 @@ def test_statistic_that_is_not_finite_is_refused():
         tune(KEY, "control", problem, budget=3e5)
 
 
+@pytest.mark.slow
 def test_perfect_map_is_no_accident():
     """Nothing is left at any step size: no error, and a sensible setting."""
     perfect = Affine(jnp.ones(4), 2 * jnp.ones(4))
@@ -510,6 +523,7 @@ def test_perfect_map_is_no_accident():
     assert np.isfinite(found.curve.efficiency).all()
 
 
+@pytest.mark.slow
 def test_slow_pilots_are_flagged():
     """A random walk in a narrow valley has not mixed."""
     scales = jnp.array([1.0] + [30.0] * 4)
@@ -519,6 +533,7 @@ def test_slow_pilots_are_flagged():
     assert "R-hat" in str(found)
 
 
+@pytest.mark.slow
 def test_plot_shows_the_evidence(first):
     import matplotlib.pyplot as plt
 
@@ -533,6 +548,7 @@ def test_plot_shows_the_evidence(first):
         plt.close(figure)
 
 
+@pytest.mark.slow
 def test_steps_divide_the_best_trajectory(first):
     """Into the whole number of steps that is predicted to be the best."""
     tried, grid = first.lengths.grid, first.sizes.grid
@@ -545,6 +561,7 @@ def test_steps_divide_the_best_trajectory(first):
     assert first.curve.at(length / others.clip(1))[1].argmax() == 1
 
 
+@pytest.mark.slow
 def test_settings_at_the_edge_are_flagged(first):
     top = first.curve.efficiency.max()
     edge = first.curve._replace(
@@ -648,24 +665,27 @@ def test_results_can_be_measured_again(benchmark, name):
     assert len(rows) == end - begin
     posterior, scheme = rows[0]["posterior"], rows[0]["scheme"]
     problem = benchmark.load_problem(posterior)
-    known = benchmark.reference_mean(jax.random.key(5), problem)
+    expectation = benchmark.reference_mean(jax.random.key(5), problem)
     grid = Grid(*np.transpose([benchmark.settings(row) for row in rows]))
     size = benchmark.GRID_SIZE[posterior, scheme]
-    again = benchmark.measure(seed, scheme, problem, known, grid, size)
+    again = benchmark.measure(seed, scheme, problem, expectation, grid, size)
     for old, new in zip(rows, again, strict=True):
         assert abs(float(old["acceptance"]) - new["acceptance"]) < 0.01
         for part in ("left_all", "hmc_all", "ess_all", "ess_mean", "ess_variance"):
             assert 0.75 < new[part] / float(old[part]) < 1.35, part
 
 
+@pytest.mark.slow
 def test_tuned_logistic_regression_is_as_good_as_the_results_say(benchmark):
     """Settings of `tune` against the best of the exhaustive grid, measured alike."""
     problem = benchmark.load_problem("logistic")
     found = tune(KEY, "control", problem, budget=5e5)
     assert 0.93 < found.acceptance < 0.999 and not found.warnings()
-    known = benchmark.reference_mean(jax.random.key(5), problem)
+    expectation = benchmark.reference_mean(jax.random.key(5), problem)
     grid = Grid(*np.transpose([benchmark.settings(found)]))
-    (row,) = benchmark.measure(2, "control", problem, known, grid, (128, 100, 300))
+    (row,) = benchmark.measure(
+        2, "control", problem, expectation, grid, (128, 100, 300)
+    )
     (best,) = committed(benchmark, posterior="logistic", scheme="control", kind="best")
     # The ESS of 128 chains has an error of an eighth.
     assert row["ess_all"] > 0.8 * (1 - 1 / 8) * float(best["ess_all"])

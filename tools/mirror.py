@@ -86,8 +86,8 @@ def faults(where: dict[str, str]) -> list[str]:
         parsed[place] = cell
         if lines > MAX_LINES:
             found.append(f"{place} has {lines} lines of code; the most is {MAX_LINES}")
-    tidy = formatted(list(parsed.values()))
-    for (place, cell), better in zip(parsed.items(), tidy, strict=True):
+    rewritten = formatted(list(parsed.values()))
+    for (place, cell), better in zip(parsed.items(), rewritten, strict=True):
         if cell != better:
             changes = difflib.unified_diff(
                 cell.splitlines(), better.splitlines(), lineterm="", n=0

@@ -121,7 +121,7 @@ def target_variance(moments: Moments) -> np.ndarray:
     total = np.asarray(moments.total, np.float64).sum((0, 1))
     square = np.asarray(moments.square, np.float64).sum((0, 1))
     number = np.asarray(moments.steps).sum() * moments.total.shape[1]
-    return (square - total**2 / number) / (number - 1)
+    return np.maximum(square - total**2 / number, 0) / (number - 1)
 
 
 def group_means(means: np.ndarray, count: np.ndarray) -> np.ndarray:

@@ -270,14 +270,14 @@ def antithetic_correlation(sums: Sums) -> np.ndarray:
 
 def estimate_series(
     sums: Sums,
-    shared: ArrayLike = 0.0,
+    shared_variance: ArrayLike = 0.0,
     rho: dict[str, Float[np.ndarray, " dim"]] | None = None,
 ) -> Result:
     """The estimate of any run from its running sums.
 
     Parameters
     ----------
-    shared
+    shared_variance
         Variance of an error that all chains have in common.
     rho
         Correlations, if they are known. By default that of X+ and X-, for a series that
@@ -299,4 +299,4 @@ def estimate_series(
     if rho is None:
         pair = set(rates["acceptance"]) == {"plus", "minus"}
         rho = {"minus": antithetic_correlation(sums)} if pair else {}
-    return Result(summarize(sums.plus, means, shared), rho, rates)
+    return Result(summarize(sums.plus, means, shared_variance), rho, rates)

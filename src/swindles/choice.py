@@ -195,14 +195,15 @@ def is_biased(sums: FeatureProducts, beta: np.ndarray) -> np.ndarray:
 
 
 def fit_candidate(
-    pilot: Pilot, setting: int, name: str, known: Expectation, order: Order
+    pilot: Pilot, setting: int, name: str, expectation: Expectation, order: Order
 ) -> Fitted:
     """Fit a scheme to a pilot run of the chains of CVA at one setting."""
     scheme, (pair, features) = SCHEMES[name], pilot.setting(setting)
     if not scheme.stein:
         f, g = scheme.rows()
-        fitted = fit_pair(pair, f, g, known if g else None)
-        return fitted if g else fitted._replace(beta=np.zeros((0, known.mean.size)))
+        fitted = fit_pair(pair, f, g, expectation if g else None)
+        none = np.zeros((0, expectation.mean.size))
+        return fitted if g else fitted._replace(beta=none)
     orders = feature_orders(pilot.states.plus.position.shape[-1], order)
     widths = [int((orders <= last).sum()) for last in np.unique(orders)]
     eps = float(np.finfo(pilot.states.plus.position.dtype).eps)
@@ -257,11 +258,11 @@ def count_work(problem: Problem) -> Work:
 
 
 def work_needed(
-    fitted: Fitted, asked: np.ndarray, shared: np.ndarray, step: float
+    fitted: Fitted, required: np.ndarray, noise: np.ndarray, step: float
 ) -> float:
     """Work until the error of every statistic is what was asked for.
 
-    ``step`` is the work of a step of one chain, ``shared`` the variance of an error
+    ``step`` is the work of a step of one chain, ``noise`` the variance of an error
     that does not go away.
 
     Examples
@@ -270,7 +271,7 @@ def work_needed(
     >>> work_needed(fitted, np.array([1.0, 0.5]), np.zeros(2), step=100.0)
     1600.0
     """
-    allowed = asked**2 - shared
+    allowed = required**2 - noise
     if not (allowed > 0).all():
         return np.inf
     return float((fitted.variance / allowed).max()) * step
@@ -288,21 +289,21 @@ class Candidate(NamedTuple):
 def compare(
     pilot: Pilot,
     names: list[str],
-    known: Expectation,
+    expectation: Expectation,
     order: Order,
-    asked: np.ndarray,
+    required: np.ndarray,
     work: Work,
 ) -> list[Candidate]:
     """What the schemes of these names would need, at every setting."""
     found = []
     for setting, leaps in enumerate(pilot.grid.num_integration_steps):
         for name in names:
-            fitted = fit_candidate(pilot, setting, name, known, order)
+            fitted = fit_candidate(pilot, setting, name, expectation, order)
             step = work.step(SCHEMES[name], int(leaps), fitted.beta)
-            shared = np.zeros_like(asked)
+            noise = np.zeros_like(required)
             if SCHEMES[name].has_control:
-                shared = shared_variance(known, fitted.beta)
-            needed = work_needed(fitted, asked, shared, step)
+                noise = shared_variance(expectation, fitted.beta)
+            needed = work_needed(fitted, required, noise, step)
             found.append(Candidate(name, setting, fitted, needed))
     return found
 
@@ -357,7 +358,7 @@ class Choice(NamedTuple):
 def make_choice(
     pilot: Pilot,
     found: list[Candidate],
-    known: Expectation,
+    expectation: Expectation,
     order: Order,
     problem: Problem,
     stuck: int,
@@ -365,7 +366,7 @@ def make_choice(
     """The winner, with a plan."""
     best = choose(found)
     scheme, dim = SCHEMES[best.scheme], problem.dim
-    features = make_features(scheme, problem.statistic, dim, known, order)
+    features = make_features(scheme, problem.statistic, dim, expectation, order)
     plan = make_plan(best.scheme, order, features, best.fitted, problem.position.dtype)
     states = jax.tree.map(lambda x: x[best.setting], pilot.states)
     each = {c.scheme: c.work for c in sorted(found, key=lambda c: -c.work)}
@@ -382,7 +383,7 @@ def make_choice(
 def choose_scheme(
     key: Key[Array, ""],
     problem: Problem,
-    asked: Callable[[np.ndarray], np.ndarray],
+    required: Callable[[np.ndarray], np.ndarray],
     num_chains: int,
     names: list[str] | None = None,
 ) -> Choice:
@@ -392,7 +393,7 @@ def choose_scheme(
     ----------
     problem
         In the latent space of a map.
-    asked
+    required
         From the posterior's standard deviations of the statistics to the errors that
         are asked for.
     names
@@ -410,7 +411,7 @@ def choose_scheme(
     names, keys = list(names or CANDIDATES), jax.random.split(key, 3)
     stein = [name for name in names if SCHEMES[name].stein]
     settled = settle(keys[0], problem, num_chains)
-    known = reference_mean(keys[1], problem)
+    expectation = reference_mean(keys[1], problem)
     steps = int(np.clip(1e7 / (num_chains * problem.dim), 45, 150))
     draws = num_chains * steps * 2 // 3
     order = affordable_order(problem.dim, draws) if stein else "none"
@@ -418,5 +419,5 @@ def choose_scheme(
     pilot = run_pilot(keys[2], trial, settled.grid, steps, progress=False)
     deviation = np.sqrt(pilot.covariance()[0, 0, 0])
     work = count_work(problem)
-    found = compare(pilot, names, known, order, asked(deviation), work)
-    return make_choice(pilot, found, known, order, problem, settled.stuck)
+    found = compare(pilot, names, expectation, order, required(deviation), work)
+    return make_choice(pilot, found, expectation, order, problem, settled.stuck)

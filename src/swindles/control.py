@@ -121,9 +121,10 @@ class Expectation(NamedTuple):
 
     Examples
     --------
-    >>> known = draw_expectation(jax.random.key(0), jnp.square, jnp.zeros(1), 20_000)
-    >>> error = np.sqrt(known.covariance[0, 0])
-    >>> bool(0.01 < error < 0.02), bool(abs(known.mean[0] - 1) < 4 * error)
+    >>> key = jax.random.key(0)
+    >>> expectation = draw_expectation(key, jnp.square, jnp.zeros(1), 20_000)
+    >>> error = np.sqrt(expectation.covariance[0, 0])
+    >>> bool(0.01 < error < 0.02), bool(abs(expectation.mean[0] - 1) < 4 * error)
     (True, True)
     """
 
@@ -159,8 +160,9 @@ def draw_expectation(
 
     Examples
     --------
-    >>> known = draw_expectation(jax.random.key(0), jnp.square, jnp.zeros(2), 20_000)
-    >>> bool(np.allclose(known.mean, 1, atol=0.05)), known.num_draws
+    >>> key = jax.random.key(0)
+    >>> expectation = draw_expectation(key, jnp.square, jnp.zeros(2), 20_000)
+    >>> bool(np.allclose(expectation.mean, 1, atol=0.05)), expectation.num_draws
     (True, 20224)
     """
     flat, unravel = ravel_pytree(like)
@@ -239,10 +241,10 @@ def equation_degree(equation: Any, degrees: list[float]) -> float:
 
 def program_degrees(jaxpr: Any, inputs: list[float]) -> list[float]:
     """The degrees of a program's results as polynomials of its arguments."""
-    known = dict(zip(jaxpr.invars, inputs, strict=True))
+    degrees = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def degree(atom: Any) -> float:
-        return 0 if hasattr(atom, "val") else known.get(atom, 0)
+        return 0 if hasattr(atom, "val") else degrees.get(atom, 0)
 
     for equation in jaxpr.eqns:
         given = [degree(atom) for atom in equation.invars]
@@ -250,7 +252,7 @@ def program_degrees(jaxpr: Any, inputs: list[float]) -> list[float]:
             found = program_degrees(equation.params["jaxpr"].jaxpr, given)
         else:
             found = [equation_degree(equation, given)] * len(equation.outvars)
-        known |= dict(zip(equation.outvars, found, strict=True))
+        degrees |= dict(zip(equation.outvars, found, strict=True))
     return [degree(atom) for atom in jaxpr.outvars]
 
 
@@ -310,8 +312,8 @@ def reference_mean(
     >>> to_x = Affine(jnp.ones(2), jnp.array([1.0, 2.0]))
     >>> model = Model(standard_normal, jnp.zeros(2))
     >>> squares = make_problem(model, jnp.square).through(to_x)
-    >>> known = reference_mean(jax.random.key(0), squares)
-    >>> known.mean.tolist(), known.num_draws
+    >>> expectation = reference_mean(jax.random.key(0), squares)
+    >>> expectation.mean.tolist(), expectation.num_draws
     ([2.0, 5.0], 0)
     """
     origin = jnp.zeros(problem.dim, problem.position.dtype)
@@ -474,17 +476,17 @@ def fit_pair(
     sums: PairProducts,
     f: list[int],
     g: list[int],
-    known: Expectation | None = None,
+    expectation: Expectation | None = None,
     draws: float = 0.0,
 ) -> Fitted:
     """Fit diagonal coefficients for the rows ``f`` and ``g`` of a scheme.
 
-    ``known`` is the mean of the statistic under Q, for a scheme with a control. It is
-    used for so many ``draws``: the poorer it is known, the less it is leaned on.
+    ``expectation`` is the mean of the statistic under Q, for a scheme with a control.
+    It is used for so many ``draws``: the poorer it is known, the less it is leaned on.
     """
     rows, dim = sums.chain_means(), sums.first.value.shape[-1]
     even, odd = halves(rows.shape[1])
-    noise = draws * np.diagonal(known.covariance) if known else 0.0
+    noise = draws * np.diagonal(expectation.covariance) if expectation else 0.0
 
     def beta(weights: Any = None) -> np.ndarray:
         if not g:
@@ -492,7 +494,7 @@ def fit_pair(
         return pair_beta(sums.covariance(weights), f, g, noise)
 
     def average(beta: np.ndarray) -> np.ndarray:
-        excess = rows[g].mean(0) - known.mean if known and g else 0.0
+        excess = rows[g].mean(0) - expectation.mean if expectation and g else 0.0
         return rows[f].mean(0) - beta * excess
 
     rest = [average(beta(even))[odd], average(beta(odd))[even]]
@@ -542,12 +544,12 @@ def fold_feature_products(
     (4, 2)
     """
     center = check_statistic(statistic, states)
-    known = jnp.asarray(mean, center.dtype)
-    check_features(observe(states), known)
+    mean = jnp.asarray(mean, center.dtype)
+    check_features(observe(states), mean)
 
     def products(states: Any) -> tuple:
         raw, values = observe(states), pair_values(statistic, states)
-        g, f = raw.mean(0) - known, values.mean(0) - center
+        g, f = raw.mean(0) - mean, values.mean(0) - center
         halves = [(g[i::2], f[i::2]) for i in (0, 1)]
         multiply = partial(jnp.matmul, precision="highest")
         return (
@@ -717,8 +719,8 @@ def shared_variance(
 
     Examples
     --------
-    >>> known = Expectation(np.zeros(2), np.eye(2), num_draws=100)
-    >>> shared_variance(known, np.array([1.0, 2.0])).tolist()
+    >>> expectation = Expectation(np.zeros(2), np.eye(2), num_draws=100)
+    >>> shared_variance(expectation, np.array([1.0, 2.0])).tolist()
     [1.0, 4.0]
     """
     beta = np.asarray(beta, np.float64)
@@ -743,18 +745,18 @@ def worthwhile_draws(
     >>> from swindles.coupling import hmc
     >>> model = Model(lambda z: -0.6 * jnp.sum(z**2), jnp.zeros(2))
     >>> problem, key = make_problem(model, jnp.square), jax.random.key(0)
-    >>> known = draw_expectation(jax.random.key(1), jnp.square, jnp.zeros(2), 2000)
-    >>> result = swindle(key, "control", hmc(0.5, 3), problem, 32, 100, 50, known)
-    >>> draws = worthwhile_draws(result, known, cost_ratio=10)
+    >>> expectation = draw_expectation(key, jnp.square, jnp.zeros(2), 2000)
+    >>> result = swindle(key, "control", hmc(0.5, 3), problem, 32, 100, 50, expectation)
+    >>> draws = worthwhile_draws(result, expectation, cost_ratio=10)
     >>> bool(draws.min() > 2000)  # more draws would have paid
     True
     """
     if expectation.num_draws == 0 or result.beta is None:
         raise ValueError("an exact expectation needs no draws")
     estimate, beta = result.estimate, result.beta
-    shared = shared_variance(expectation, beta)
-    per_draw = shared * expectation.num_draws
-    from_chains = np.maximum(estimate.mcse**2 - shared, 0)
+    noise = shared_variance(expectation, beta)
+    per_draw = noise * expectation.num_draws
+    from_chains = np.maximum(estimate.mcse**2 - noise, 0)
     # a / N is `from_chains`, so n = N sqrt(b r / a) = sqrt(N b r / from_chains).
     with np.errstate(divide="ignore"):
         return np.sqrt(estimate.num_draws * per_draw * cost_ratio / from_chains)

@@ -124,8 +124,8 @@ class Job(NamedTuple):
 
     def estimate(self) -> Estimate:
         """What the run has come to."""
-        shared = self.plan.shared + self.plan.rounding**2
-        return summarize(self.run.rows.plus, block_means(self.swindled), shared)
+        noise = self.plan.shared_variance + self.plan.rounding**2
+        return summarize(self.run.rows.plus, block_means(self.swindled), noise)
 
 
 class Engine:
@@ -203,14 +203,14 @@ def has_bias(job: Job) -> bool:
     """Whether the swindled average differs from the plain one beyond chance."""
     plus, swindled = job.run.rows.plus, job.swindled
     apart = np.asarray(swindled.total, np.float64) - np.asarray(plus.total, np.float64)
-    noise = np.sqrt(job.plan.shared + job.plan.rounding**2)
+    noise = np.sqrt(job.plan.shared_variance + job.plan.rounding**2)
     return beyond_chance(apart.sum(0) / float(np.sum(plus.steps)), noise, 1e-4)
 
 
 def is_reached(job: Job, estimate: Estimate) -> bool:
     """Whether the run is as accurate as was asked for, or as it can be."""
     errors = job.goal.errors(np.sqrt(estimate.variance))
-    least = 2 * np.sqrt(job.plan.shared + job.plan.rounding**2)
+    least = 2 * np.sqrt(job.plan.shared_variance + job.plan.rounding**2)
     margin = 1 + 1 / np.sqrt(2 * estimate.degrees)
     if not np.isfinite(estimate.mean).all():
         return True
@@ -277,7 +277,7 @@ def job_notes(job: Job, estimate: Estimate) -> list[str]:
     found, plan = [], job.plan
     if (estimate.mcse < 1.5 * plan.rounding).any():
         found.append("some errors are those of the arithmetic: jax_enable_x64 may help")
-    if (estimate.mcse < 1.5 * np.sqrt(plan.shared)).any():
+    if (estimate.mcse < 1.5 * np.sqrt(plan.shared_variance)).any():
         found.append(
             "some errors are those of the control's mean, and stay as they are"
         )
@@ -539,7 +539,7 @@ class Report:
 
 
 # The format of the files.
-VERSION = 2
+VERSION = 3
 
 
 # A run is saved when this many seconds have passed since it was saved last.

@@ -150,16 +150,17 @@ def make_features(
     scheme: Scheme,
     statistic: Callable,
     dim: int,
-    known: Expectation | None = None,
+    expectation: Expectation | None = None,
     order: Order = "none",
 ) -> Features:
     """The features of a scheme: those of the control chain, then Stein's.
 
-    ``known`` is the mean of the statistic under Q.
+    ``expectation`` is the mean of the statistic under Q.
     """
-    if scheme.has_control and known is None:
+    if scheme.has_control and expectation is None:
         raise ValueError("a control chain is of use only with the expectation under Q")
-    own = known if scheme.has_control and known else exact_expectation(np.zeros(0))
+    own = expectation if scheme.has_control else None
+    own = own or exact_expectation(np.zeros(0))
     orders = feature_orders(dim, order if scheme.stein else "none")
     first, number = own.mean.size, own.mean.size + orders.size
     covariance = np.zeros((number, number))
@@ -190,7 +191,7 @@ class Plan(NamedTuple):
         Coefficients: one for each statistic, or (features, statistics).
     mean
         What is known of the features' mean: (features,).
-    shared
+    shared_variance
         Variance that the error of that mean gives to the answer.
     center
         A first estimate of the answer.
@@ -208,20 +209,20 @@ class Plan(NamedTuple):
     order: Order
     beta: Float[np.ndarray, "*features statistics"]
     mean: Float[np.ndarray, " features"]
-    shared: Float[np.ndarray, " statistics"]
+    shared_variance: Float[np.ndarray, " statistics"]
     center: Float[np.ndarray, " statistics"]
     rounding: Float[np.ndarray, " statistics"]
 
 
 def fit_scheme(scheme: Scheme, sums: Any, features: Features, draws: float) -> Fitted:
     """Fit the coefficients of a scheme to the sums of a run with its chains."""
-    known = features.expectation
+    expectation = features.expectation
     if isinstance(sums, FeatureProducts):
         eps = float(np.finfo(np.asarray(sums.center).dtype).eps)
-        return fit_features(sums, features.widths, draws * known.covariance, eps)
+        return fit_features(sums, features.widths, draws * expectation.covariance, eps)
     f, g = scheme.rows(scheme.chains)
     if g:
-        return fit_pair(sums, f, g, known, draws)
+        return fit_pair(sums, f, g, expectation, draws)
     return fit_pair(sums, f, g)._replace(beta=np.zeros((0, sums.first.value.shape[-1])))
 
 
@@ -267,7 +268,7 @@ def learn(
     scheme: str,
     num_steps: int,
     draws: int,
-    known: Expectation | None,
+    expectation: Expectation | None,
     order: Order,
 ) -> tuple[Any, Plan, Any]:
     """Warm chains up, and learn the coefficients from the second half.
@@ -275,7 +276,7 @@ def learn(
     Returns the states, a plan for a run of so many ``draws``, and the sums.
     """
     parts, keys = SCHEMES[scheme], jax.random.split(key)
-    features = make_features(parts, problem.statistic, problem.dim, known, order)
+    features = make_features(parts, problem.statistic, problem.dim, expectation, order)
     mean = features.expectation.mean
     if parts.has_control:
         check_features(features.observe(states), mean)
@@ -313,7 +314,7 @@ def swindle(
     num_chains: int,
     num_steps: int,
     warmup: int,
-    known: Expectation | None = None,
+    expectation: Expectation | None = None,
     order: Order | None = None,
 ) -> Result:
     """Run a scheme and estimate the mean of the problem's statistic.
@@ -327,7 +328,7 @@ def swindle(
     problem
         Usually in the latent space of a map, as ``Problem.through`` makes it. Chains
         start at draws of N(0, I).
-    known
+    expectation
         The mean of the statistic under Q; it is worked out when it is needed.
     order
         Of the Stein features; by default the highest that the warm-up can fit.
@@ -344,16 +345,16 @@ def swindle(
     True
     """
     parts, keys = find_scheme(scheme), jax.random.split(key, 4)
-    if parts.has_control and known is None:
-        known = reference_mean(keys[3], problem)
-    others = known.mean.size if parts.has_control and known else 0
+    if parts.has_control and expectation is None:
+        expectation = reference_mean(keys[3], problem)
+    others = expectation.mean.size if parts.has_control and expectation else 0
     if order is None:
         order = affordable_order(problem.dim, num_chains * warmup // 2, others)
     algorithm = parts.build(sampler, problem.logdensity)
     z = jax.random.normal(keys[0], (num_chains, problem.dim), problem.position.dtype)
     states, draws = start_mirrored(algorithm, z), num_chains * num_steps
     states, plan, learned = learn(
-        keys[1], algorithm, states, problem, scheme, warmup, draws, known, order
+        keys[1], algorithm, states, problem, scheme, warmup, draws, expectation, order
     )
     fold = fold_series(plan_series(plan, problem.statistic), states, plan.center)
     _, sums = run(keys[2], algorithm, states, num_steps, fold)
@@ -383,7 +384,7 @@ def finish_run(sums: Any, plan: Plan, learned: Any) -> Result:
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = target_variance(sums.swindled) / target_variance(sums.plus)
         rho["features"] = np.sqrt(np.clip(1 - ratio, 0, 1))
-    result = estimate_series(sums, plan.shared, rho)
+    result = estimate_series(sums, plan.shared_variance, rho)
     found = result.estimate._replace(rounding=plan.rounding)
     return result._replace(estimate=found, beta=plan.beta if len(plan.beta) else None)
 

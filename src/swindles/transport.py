@@ -349,9 +349,9 @@ def training_rows(first: int, size: int, decay: int | None, rate: float) -> Arra
     steps = np.arange(first, first + size)
     if decay is None:
         return jnp.stack([steps, np.full(size, rate), np.ones(size)], 1)
-    left = 1 - (steps - decay) / (4 * size)
+    remaining = 1 - (steps - decay) / (4 * size)
     weights = 1 / np.maximum(steps - decay - 3 * size + 1, 1)
-    return jnp.stack([steps, rate * left, weights], 1)
+    return jnp.stack([steps, rate * remaining, weights], 1)
 
 
 def has_settled(losses: list[np.ndarray], tolerance: float) -> bool:
@@ -520,10 +520,10 @@ def pareto_k(weights: Float[np.ndarray, " draws"]) -> float:
     weights = weights - weights.max()
     number = weights.size
     size = int(np.ceil(3 * np.sqrt(number))) if number > 225 else number // 5
-    tail = np.sort(weights)[-size:]  # what ArviZ looks at
-    if np.ptp(weights) < 1e-4 or tail[0] == 0:  # the same, but for rounding: no tail
+    largest = np.sort(weights)[-size:]  # what ArviZ looks at
+    if np.ptp(weights) < 1e-4 or largest[0] == 0:  # the same, but for rounding: no tail
         return -np.inf
-    if tail[0] < -500:  # exp would underflow
+    if largest[0] < -500:  # exp would underflow
         return np.inf
     from arviz_stats.base import array_stats
 

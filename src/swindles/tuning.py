@@ -407,11 +407,11 @@ class Curve(NamedTuple):
 
     def at(self, step_size: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
         """Acceptance and efficiency at some step sizes; zeros out of range."""
-        x, known = np.asarray(step_size), self.step_size
-        inside = (x > known[0] * (1 - 1e-5)) & (x < known[-1] * (1 + 1e-5))
+        x, steps = np.asarray(step_size), self.step_size
+        inside = (x > steps[0] * (1 - 1e-5)) & (x < steps[-1] * (1 + 1e-5))
         both = (
-            np.interp(x, known, self.acceptance),
-            np.interp(x, known, self.efficiency),
+            np.interp(x, steps, self.acceptance),
+            np.interp(x, steps, self.efficiency),
         )
         return both[0] * inside, both[1] * inside
 
