@@ -14,7 +14,8 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Float
 
-from swindles.transport import Transport, pull_back
+from swindles.coupling import compiled
+from swindles.transport import Evaluator, Transport, pull_back, unit_map
 
 
 class Model(NamedTuple):
@@ -196,6 +197,18 @@ class Problem(NamedTuple):
         shaped = [p.reshape(x.shape) for p, x in zip(parts, leaves, strict=True)]
         return jax.tree.unflatten(structure, shaped)
 
+    def evaluator(self) -> Evaluator:
+        """What looks at many points at once, through an affine map.
+
+        Examples
+        --------
+        >>> problem = make_problem(Model(lambda x: -x @ x, jnp.ones(2)))
+        >>> problem.evaluator()(unit_map(np.ones(2)), np.zeros((3, 2))).values.shape
+        (3, 2)
+        """
+        kind = self.position.dtype
+        return Evaluator(self.logdensity, self.dim, self.statistic, kind)
+
     def through(self, transport: Transport) -> "Problem":
         """The same problem in the latent space of a map: functions of z.
 
@@ -286,11 +299,12 @@ def check_values(problem: Problem, names: list[str]) -> None:
 
     ``names`` are those of the parameters, to say which one is at fault.
     """
-    position = problem.position
-    value, slope = jax.jit(jax.value_and_grad(problem.logdensity))(position)
+    position = np.asarray(problem.position)
     bad = np.flatnonzero(~np.isfinite(position))
     if bad.size:
         raise ValueError(f"the position is not finite: {names[bad[0]]}")
+    here = problem.evaluator()(unit_map(position), np.zeros((1, position.size)))
+    value, slope, statistics = here.logdensity[0], here.score[0], here.values[0]
     if not np.isfinite(value):
         raise ValueError(f"the log density is {value} at the position: start elsewhere")
     bad = np.flatnonzero(~np.isfinite(slope))
@@ -299,11 +313,38 @@ def check_values(problem: Problem, names: list[str]) -> None:
             f"the gradient of the log density by {names[bad[0]]} is {slope[bad[0]]} at "
             "the position: start elsewhere, or look for a square root or logarithm of 0"
         )
-    statistics = np.asarray(jax.jit(problem.statistic)(position))
     bad = np.flatnonzero(~np.isfinite(statistics))
     if bad.size:
         name, value = problem.names[bad[0]], statistics[bad[0]]
         raise ValueError(f"the statistic {name} is {value} at the position")
+
+
+def same_values(values: Any) -> Any:
+    """The statistics when none are given: the values themselves."""
+    return values
+
+
+def problem_functions(model: Model, statistics: Callable, position: Any) -> tuple:
+    """Log density, statistics and constrained values as functions of one vector.
+
+    The last of what it returns are the shapes of the statistics.
+    """
+    unravel = ravel_pytree(position)[1]
+    check_density(model.logdensity, position)
+
+    def values(p: Any) -> Any:
+        return statistics(model.constrain(p))
+
+    shapes = output_shapes("statistic", values, position, "fiub")
+
+    def statistic(x: Array) -> Array:
+        floats = jax.tree.map(lambda v: jnp.asarray(v, x.dtype), values(unravel(x)))
+        return ravel_pytree(floats)[0]
+
+    def logdensity(x: Array) -> Array:
+        return model.logdensity(unravel(x)).astype(x.dtype)
+
+    return logdensity, statistic, lambda x: model.constrain(unravel(x)), shapes
 
 
 def make_problem(
@@ -321,28 +362,18 @@ def make_problem(
     >>> problem.names, problem.statistic(jnp.array([1.0, 2.0])).tolist()
     (['square[0]', 'square[1]'], [1.0, 4.0])
     """
-    statistics = statistics or (lambda values: values)
     position = as_floats(model.position)
-    vector, unravel = ravel_pytree(position)
-    check_density(model.logdensity, position)
-
-    def values(p: Any) -> Any:
-        return statistics(model.constrain(p))
-
-    shapes = output_shapes("statistic", values, position, "fiub")
-
-    def statistic(x: Array) -> Array:
-        floats = jax.tree.map(lambda v: jnp.asarray(v, x.dtype), values(unravel(x)))
-        return ravel_pytree(floats)[0]
-
-    problem = Problem(
-        lambda x: model.logdensity(unravel(x)).astype(x.dtype),
-        statistic,
-        lambda x: model.constrain(unravel(x)),
-        vector,
-        name_numbers(shapes),
-        shapes,
+    leaves, structure = jax.tree.flatten(position)
+    kinds = structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
+    statistics = statistics or same_values
+    functions = compiled(
+        model.logdensity,
+        ("problem", statistics, model.constrain, kinds),
+        lambda: problem_functions(model, statistics, position),
     )
+    vector = np.concatenate([np.ravel(leaf) for leaf in leaves])
+    shapes = functions[-1]
+    problem = Problem(*functions[:3], jnp.asarray(vector), name_numbers(shapes), shapes)
     if not problem.names:
         raise ValueError("the statistic returns nothing: return one number or more")
     check_values(problem, name_numbers(position))

@@ -31,7 +31,8 @@ def stein_features(
     if order == "full":
         i, j = np.triu_indices(z.shape[-1], 1)
         blocks.append(z[..., i] * score[..., j] + z[..., j] * score[..., i])
-    return jnp.concatenate(blocks, -1)
+    join: Any = np if isinstance(z, np.ndarray) else jnp  # outside of JAX, no program
+    return join.concatenate(blocks, -1)
 
 
 def scores(states: Any) -> Array:

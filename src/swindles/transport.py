@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from blackjax.vi import pathfinder
 from jax import Array
 from jax.scipy.linalg import solve_triangular
 from jax.typing import ArrayLike
 from jaxtyping import Float, Key
 from tqdm import tqdm
+
+from swindles.coupling import compiled
 
 Density = Callable[[Array], Array]
 
@@ -134,38 +135,192 @@ def identity(dim: int, full: bool = False) -> Affine:
     return Affine(jnp.zeros(dim), jnp.eye(dim) if full else jnp.ones(dim))
 
 
-def find_mode(logdensity: Density, position: Array) -> Array:
-    """Climb from ``position`` to a maximum of ``logdensity``."""
-    from scipy.optimize import minimize
+class Points(NamedTuple):
+    """What is known at some points of latent space.
 
-    value_and_slope = jax.jit(jax.value_and_grad(lambda x: -logdensity(x)))
+    Parameters
+    ----------
+    z
+        The points.
+    logdensity
+        Of z, up to a constant: the log-determinant of the affine map is left out.
+    score
+        Its gradient.
+    values
+        Of the statistics.
 
-    def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
-        value, slope = value_and_slope(jnp.asarray(x, position.dtype))
-        return float(value), np.asarray(slope, np.float64)
+    Examples
+    --------
+    >>> evaluate = Evaluator(standard_normal, 2)
+    >>> evaluate(identity(2), np.ones((5, 2))).score.shape
+    (5, 2)
+    """
 
-    if not np.isfinite(objective(np.asarray(position))[0]):
+    z: Float[np.ndarray, "points dim"]
+    logdensity: Float[np.ndarray, " points"]
+    score: Float[np.ndarray, "points dim"]
+    values: Float[np.ndarray, "points statistics"]
+
+    @property
+    def log_weights(self) -> Float[np.ndarray, " points"]:
+        """Log of p / q for points drawn from q = N(0, I), up to a constant."""
+        return self.logdensity + 0.5 * (self.z**2).sum(1)
+
+
+def no_statistic(x: Float[Array, " dim"]) -> Float[Array, " none"]:
+    """The statistic of who only wants the density."""
+    return x[:0]
+
+
+def points_program(logdensity: Density, statistic: Callable) -> Callable:
+    """From an affine map and points z to log densities, scores and statistics."""
+
+    def at_one(transport: Affine, z: Array) -> tuple[Array, Array, Array]:
+        def latent(z: Array) -> tuple[Array, Array]:
+            x = transport(z)
+            return logdensity(x), x
+
+        (value, x), score = jax.value_and_grad(latent, has_aux=True)(z)
+        return value, score, statistic(x)
+
+    return jax.jit(jax.vmap(at_one, (None, 0)))
+
+
+# Points that the program takes at a time.
+BATCH = 64
+
+
+class Evaluator:
+    """Log density, score and statistics at many points, through an affine map.
+
+    ``gradients`` counts the points so far.
+
+    Parameters
+    ----------
+    logdensity
+        Of a vector.
+    dim
+        The length of the vector.
+    statistic
+        From the vector to one vector of statistics.
+    dtype
+        The type to compute in; by default that of JAX.
+
+    Examples
+    --------
+    >>> evaluate = Evaluator(standard_normal, 2, jnp.square)
+    >>> points = evaluate(Affine(jnp.ones(2), 2 * jnp.ones(2)), np.zeros((3, 2)))
+    >>> points.logdensity.tolist(), points.values[0].tolist(), evaluate.gradients
+    ([-1.0, -1.0, -1.0], [1.0, 1.0], 3)
+    """
+
+    def __init__(
+        self,
+        logdensity: Density,
+        dim: int,
+        statistic: Callable = no_statistic,
+        dtype: Any = None,
+    ) -> None:
+        """Nothing is compiled until points are to be looked at."""
+        self.dim, self.dtype = dim, jax.dtypes.canonicalize_dtype(dtype or float)
+        self.eps = float(np.finfo(self.dtype).eps)
+        self.gradients = 0
+        self.program = compiled(
+            logdensity,
+            ("points", statistic),
+            lambda: points_program(logdensity, statistic),
+        )
+
+    def __call__(self, transport: Affine, z: Float[np.ndarray, "points dim"]) -> Points:
+        """Look at some points."""
+        number = len(z)
+        padded = np.zeros((-(-number // BATCH) * BATCH, self.dim), self.dtype)
+        padded[:number] = z
+        inner = Affine(*(np.asarray(part, self.dtype) for part in transport))
+        batches = range(0, len(padded), BATCH)
+        parts = [self.program(inner, padded[i : i + BATCH]) for i in batches]
+        self.gradients += number
+        found = (
+            np.concatenate([np.asarray(part[i], np.float64) for part in parts])[:number]
+            for i in range(3)
+        )
+        return Points(np.asarray(z, np.float64), *found)
+
+
+def curvature(evaluate: Evaluator, transport: Affine) -> Float[np.ndarray, "dim dim"]:
+    """Minus the Hessian at the origin of latent space, by central differences.
+
+    Examples
+    --------
+    >>> with jax.enable_x64(True):
+    ...     evaluate = Evaluator(lambda x: -2 * x @ x, 2)
+    ...     curvature(evaluate, identity(2)).round(6).tolist()
+    [[4.0, 0.0], [0.0, 4.0]]
+    """
+    step = 1e-3 if evaluate.eps < 1e-10 else 1e-2
+    steps = step * np.eye(transport.shift.size)
+    score = evaluate(transport, np.concatenate([steps, -steps])).score
+    above, below = np.split(score, 2)
+    slope = (below - above) / (2 * step)
+    return (slope + slope.T) / 2
+
+
+def newton_step(evaluate: Evaluator, transport: Affine) -> tuple[Affine, float]:
+    """Climb from the origin of a map: the map there, and the gain beyond rounding."""
+    bend = curvature(evaluate, transport)
+    bend = np.where(np.isfinite(bend), bend, np.eye(len(bend)))
+    sizes, axes = np.linalg.eigh(bend)
+    sizes = np.abs(sizes).clip(1e-4, 1e12)
+    here = evaluate(transport, np.zeros((1, len(bend))))
+    way = axes @ ((axes.T @ here.score[0]) / sizes)
+    way = way / max(1.0, np.linalg.norm(way) / (100 * np.sqrt(way.size)))
+    tried = 2.0 ** (6 - np.arange(BATCH) / 2)[:, None] * way  # one of them is Newton's
+    found = evaluate(transport, tried).logdensity
+    best = int(np.argmax(np.where(np.isfinite(found), found, -np.inf)))
+    gain = float(found[best] - here.logdensity[0])
+    gain -= 8 * evaluate.eps * abs(float(here.logdensity[0]))
+    move = tried[best] if gain > 0 else np.zeros_like(way)
+    shift = transport.shift + transport.scale @ move
+    scale = transport.scale @ (axes / np.sqrt(sizes)) @ axes.T
+    return Affine(shift, scale), gain
+
+
+# Newton steps to take at the most, and the gain in nats that is not worth another.
+MOST_STEPS, LITTLE_GAIN = 60, 1e-6
+
+
+def find_mode(
+    evaluate: Evaluator, position: ArrayLike, scale: ArrayLike | None = None
+) -> tuple[Affine, Float[np.ndarray, "dim dim"]]:
+    """Climb to a mode: a map that is centred there, and the curvature in its space.
+
+    ``scale`` is a first guess of the units.
+    """
+    start = np.asarray(position, np.float64)
+    units = np.diag(np.abs(start).clip(1)) if scale is None else np.asarray(scale)
+    transport = Affine(start, units)
+    if not np.isfinite(evaluate(transport, np.zeros((1, start.size))).logdensity[0]):
         raise ValueError(
             "the log density is not finite at the starting position: start elsewhere"
         )
-    climbed = minimize(objective, np.asarray(position, np.float64), jac=True)
-    return jnp.asarray(climbed.x, position.dtype)
+    for _ in range(MOST_STEPS):
+        transport, gain = newton_step(evaluate, transport)
+        if not gain > LITTLE_GAIN:
+            break
+    return transport, curvature(evaluate, transport)
 
 
-def hessian(slope: Callable[[Array], Array], position: Array) -> Array:
-    """The derivative of ``slope``, a few rows at a time to spare memory."""
-
-    def row(direction: Array) -> Array:
-        return jax.jvp(slope, (position,), (direction,))[1]
-
-    rows = jnp.eye(position.size, dtype=position.dtype)
-    return jax.lax.map(row, rows, batch_size=16)
+def triangular(transport: Affine) -> Affine:
+    """The same Gaussian, by the lower triangular root of its covariance."""
+    upper = np.linalg.qr(np.asarray(transport.scale).T)[1]
+    return Affine(transport.shift, upper.T * np.sign(np.diagonal(upper)))
 
 
 def laplace(logdensity: Density, position: ArrayLike) -> Affine:
     """The affine map of Laplace's approximation: mode and curvature.
 
-    Raises ValueError when the curvature at the mode is not that of a maximum.
+    It is found in double precision. Raises ValueError when the curvature at the mode is
+    not that of a maximum.
 
     Examples
     --------
@@ -173,46 +328,18 @@ def laplace(logdensity: Density, position: ArrayLike) -> Affine:
     >>> bool(jnp.allclose(transport.shift, 3)), transport.scale.round(3).tolist()
     (True, [[2.0, 0.0], [0.0, 2.0]])
     """
-    mode = find_mode(logdensity, jnp.asarray(position, float))
-    slope = jax.jit(jax.grad(logdensity))
-    curvature = jax.jit(partial(hessian, slope))
-    for _ in range(3):
-        mode = mode - jnp.linalg.solve(curvature(mode), slope(mode))
-    precision = -np.asarray(curvature(mode), np.float64)
+    with jax.enable_x64(True):
+        evaluate = Evaluator(logdensity, np.size(position))
+        found, precision = find_mode(evaluate, position)
     smallest = np.linalg.eigvalsh(precision)[0] if np.isfinite(precision).all() else 0
-    if not smallest > 0:
+    if not smallest > 1e-6:
         raise ValueError(
             "no Gaussian fits at the mode: the negative Hessian has smallest "
             f"eigenvalue {smallest:.3g}; start elsewhere or give a map of your own"
         )
     root = np.linalg.cholesky(np.linalg.inv(precision))
-    return Affine(mode, jnp.asarray(root, mode.dtype))
-
-
-def gaussian_start(
-    key: Key[Array, ""], logdensity: Density, position: ArrayLike
-) -> Affine:
-    """Laplace's map or, where there is none, Pathfinder's; it warns when it changes.
-
-    Examples
-    --------
-    >>> gaussian_start(jax.random.key(0), standard_normal, jnp.ones(2)).scale.shape
-    (2, 2)
-    """
-    try:
-        return laplace(logdensity, position)
-    except ValueError as reason:
-        if "starting position" in str(reason):
-            raise
-        warnings.warn(f"{reason}. Using Pathfinder instead.", stacklevel=2)
-    start = jnp.asarray(position, float)
-    climb = jax.jit(lambda key, x: pathfinder.approximate(key, logdensity, x)[0])
-    best = climb(key, start)
-    spread = jnp.diag(best.alpha) + best.beta @ best.gamma @ best.beta.T
-    transport = Affine(best.position, jnp.linalg.cholesky(spread))
-    if not all(jnp.isfinite(part).all() for part in transport):
-        raise ValueError("Pathfinder finds no Gaussian either: give a map of your own")
-    return transport
+    found = triangular(Affine(found.shift, found.scale @ root))
+    return Affine(*(jnp.asarray(part, float) for part in found))
 
 
 def log_weight(logdensity: Density, transport: Transport, z: Array) -> Array:
@@ -501,6 +628,31 @@ def fit_affine(
     return keep_better(check_key, logdensity, start, fitted, loss)
 
 
+def pareto_shape(excess: Float[np.ndarray, " draws"]) -> float:
+    """The shape of a generalised Pareto distribution, from sorted draws of it.
+
+    The estimator of Zhang and Stephens (2009), drawn a little towards 1/2 as in
+    smoothed importance sampling.
+
+    Examples
+    --------
+    >>> draws = np.random.default_rng(0).pareto(2.0, 5000)  # shape 1 / 2
+    >>> round(pareto_shape(np.sort(draws)), 1)
+    0.5
+    """
+    number = excess.size
+    grid = 30 + int(np.sqrt(number))
+    quartile = excess[int(number / 4 + 0.5) - 1]
+    rates = 1 - np.sqrt(grid / (np.arange(1, grid + 1) - 0.5))
+    rates = rates / (3 * quartile) + 1 / excess[-1]
+    shapes = np.log1p(-rates[:, None] * excess).mean(1)
+    profile = number * (np.log(-rates / shapes) - shapes - 1)
+    weights = np.exp(profile - profile.max())
+    weights /= weights.sum()
+    shape = np.log1p(-(rates @ weights) * excess).mean()
+    return float((number * shape + 5) / (number + 10))
+
+
 def pareto_k(weights: Float[np.ndarray, " draws"]) -> float:
     """Pareto k of log weights; below 0.7 their tail can be trusted.
 
@@ -517,47 +669,176 @@ def pareto_k(weights: Float[np.ndarray, " draws"]) -> float:
     weights = np.asarray(weights, np.float64)
     if not np.isfinite(weights).all():
         return np.inf
-    weights = weights - weights.max()
+    weights = np.sort(weights - weights.max())
     number = weights.size
-    size = int(np.ceil(3 * np.sqrt(number))) if number > 225 else number // 5
-    largest = np.sort(weights)[-size:]  # what ArviZ looks at
-    if np.ptp(weights) < 1e-4 or largest[0] == 0:  # the same, but for rounding: no tail
+    size = int(3 * np.sqrt(number)) if number > 225 else number // 5
+    if np.ptp(weights) < 1e-4 or weights[-size] == 0:  # the same, but for rounding
         return -np.inf
-    if largest[0] < -500:  # exp would underflow
+    if weights[-size] < -500:  # exp would underflow
         return np.inf
-    from arviz_stats.base import array_stats
+    return pareto_shape(np.exp(weights[-size:]) - np.exp(weights[-size - 1]))
 
-    # ArviZ takes log likelihoods, whose negatives are the log weights.
-    return float(array_stats.psislw(-weights)[1])
+
+def improve_map(transport: Affine, points: Points, rate: float = 1.0) -> Affine:
+    """The map, moved towards the best Gaussian, from points drawn from it.
+
+    A ``rate`` below 1 goes only a part of the way.
+
+    Examples
+    --------
+    >>> start = unit_map(np.zeros(2))
+    >>> z = mirrored_normal(np.random.default_rng(0), 20_000, 2)
+    >>> with jax.enable_x64(True):
+    ...     points = Evaluator(lambda x: -((x - 1) @ (x - 1)) / 8, 2)(start, z)
+    >>> found = improve_map(start, points)
+    >>> found.shift.round(1).tolist(), found.scale.round(1).tolist()
+    ([1.0, 1.0], [[2.0, 0.0], [0.0, 2.0]])
+    """
+    z, residual = points.z, points.score + points.z
+    number, dim = z.shape
+    product = z.T @ residual / number
+    noise = ((z**2).T @ residual**2 / number - product**2) / number
+    keep = np.maximum(1 - noise / np.maximum(product**2, 1e-300), 0)
+    product = keep * product
+    sizes, axes = np.linalg.eigh(np.eye(dim) - (product + product.T) / 2)
+    sizes = sizes.clip(0.1, 10) ** rate  # a step of moderate length
+    move = rate * axes @ ((axes.T @ points.score.mean(0)) / sizes)
+    move = move / max(1.0, np.linalg.norm(move) / (2 * np.sqrt(dim)))
+    shift = transport.shift + transport.scale @ move
+    return Affine(shift, transport.scale @ (axes / np.sqrt(sizes)) @ axes.T)
+
+
+def weight_efficiency(log_weights: Float[np.ndarray, " points"]) -> float:
+    """What weights leave of the number of points, from 0 to 1.
+
+    Examples
+    --------
+    >>> round(weight_efficiency(np.log(np.array([1.0, 1.0, 0.0 + 1e-9]))), 2)
+    0.67
+    """
+    if not np.isfinite(log_weights).all():
+        return 0.0
+    weights = np.exp(log_weights - log_weights.max())
+    return float(weights.sum() ** 2 / (weights**2).sum() / weights.size)
 
 
 # Up to this dimension a matrix for every pair of axes is affordable.
 LARGEST_LAPLACE = 2000
+# Rounds at the most, and the gain in nats that is not worth another.
+MOST_ROUNDS, LITTLE_ELBO = 20, 0.02
 
 
-def gaussian_map(key: Key[Array, ""], problem: Any) -> Affine:
-    """Laplace's map, improved; or one standard deviation around the position.
-
-    ``problem`` has a ``logdensity`` of a vector, a ``position`` and a ``dim``.
+def unit_map(position: ArrayLike) -> Affine:
+    """One standard deviation in every direction around a position.
 
     Examples
     --------
-    >>> from swindles.targets import gaussian
-    >>> target = gaussian(jnp.array([3.0, 0.0]), jnp.diag(jnp.array([4.0, 1.0])))
-    >>> found = gaussian_map(jax.random.key(0), target)
-    >>> bool(jnp.allclose(found.scale, jnp.diag(jnp.array([2.0, 1.0])), atol=1e-2))
-    True
+    >>> unit_map(np.ones(2)).scale.tolist()
+    [[1.0, 0.0], [0.0, 1.0]]
     """
-    unit = Affine(problem.position, jnp.ones(problem.dim))
-    if problem.dim > LARGEST_LAPLACE:
-        return unit
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            start = laplace(problem.logdensity, problem.position)
-            return fit_affine(key, problem.logdensity, start).transport
-        except ValueError:
-            return unit
+    shift = np.asarray(position)
+    full = shift.size <= LARGEST_LAPLACE
+    return Affine(shift, np.eye(shift.size) if full else np.ones(shift.size))
+
+
+class Gaussian(NamedTuple):
+    """A Gaussian approximation.
+
+    Parameters
+    ----------
+    transport
+        Its map.
+    pareto_k, efficiency, elbo
+        How good it is, by the weights of its own points.
+
+    Examples
+    --------
+    >>> with jax.enable_x64(True):
+    ...     evaluate = Evaluator(lambda x: -((x - 1) @ (x - 1)) / 8, 2)
+    ...     found = fit_gaussian(evaluate, jnp.zeros(2), seed=0)
+    >>> found.transport.shift.round(1).tolist(), found.efficiency > 0.9
+    ([1.0, 1.0], True)
+    """
+
+    transport: Affine
+    pareto_k: float
+    efficiency: float
+    elbo: float
+
+
+def assess_map(transport: Affine, points: Points) -> Gaussian:
+    """How good a map is, by points drawn from it."""
+    weights, dim = points.log_weights, transport.shift.size
+    scale = np.asarray(transport.scale)
+    log_det = np.linalg.slogdet(scale)[1] if scale.ndim == 2 else np.log(scale).sum()
+    elbo = weights.mean() + log_det + 0.5 * dim * np.log(2 * np.pi)
+    k, even = pareto_k(weights), weight_efficiency(weights)
+    return Gaussian(transport, k, even, float(elbo) if np.isfinite(elbo) else -np.inf)
+
+
+def finite_points(points: Points) -> Points:
+    """Those of the points where all is finite; at least one must be."""
+    use = np.isfinite(points.logdensity) & np.isfinite(points.score).all(1)
+    if not use.any():
+        raise ValueError("the log density is finite nowhere near the position")
+    return Points(*(part[use] for part in points))
+
+
+def mirrored_normal(rng: np.random.Generator, number: int, dim: int) -> np.ndarray:
+    """Draws of N(0, I), each followed by its mirror image: (number, dim)."""
+    half = rng.normal(size=(number // 2, dim))
+    return np.concatenate([half, -half])
+
+
+def widen_map(transport: Affine, points: Points) -> Affine:
+    """The map with the posterior's mean and covariance, by weights, and a bit wider."""
+    log_weights = points.log_weights
+    weights = np.exp(log_weights - log_weights.max())
+    weights /= weights.sum()
+    mean = weights @ points.z
+    excess = (points.z * weights[:, None]).T @ points.z - np.eye(mean.size)
+    excess = excess - np.outer(mean, mean)
+    keep = np.maximum(1 - (weights**2).sum() / np.maximum(excess**2, 1e-300), 0)
+    sizes, axes = np.linalg.eigh(np.eye(mean.size) + keep * excess)
+    root = axes * np.sqrt(sizes.clip(0.1, 10)) @ axes.T
+    wider = 1 + 0.15 / np.sqrt(mean.size)
+    shift = transport.shift + transport.scale @ mean
+    return Affine(shift, wider * transport.scale @ root)
+
+
+def improve_gaussian(evaluate: Evaluator, start: Affine, seed: Any) -> Gaussian:
+    """The best Gaussian that rounds of improvement find from a start."""
+    rng, dim = np.random.default_rng(seed), start.shift.size
+    number = int(2 ** np.ceil(np.log2(np.clip(8 * dim, 4096, 8192))))
+    points = evaluate(start, mirrored_normal(rng, number, dim))
+    best, rate = assess_map(start, points), 1.0
+    for _ in range(MOST_ROUNDS):
+        now = improve_map(best.transport, finite_points(points), rate)
+        tried = evaluate(now, mirrored_normal(rng, number, dim))
+        found = assess_map(now, tried)
+        gain = found.elbo - best.elbo
+        if gain > LITTLE_ELBO:
+            best, points, rate = found, tried, min(1.0, 2 * rate)
+        elif rate < 0.1 or gain > -LITTLE_ELBO:
+            break
+        else:
+            rate /= 4
+    wide = widen_map(best.transport, finite_points(points))
+    found = assess_map(wide, evaluate(wide, mirrored_normal(rng, number, dim)))
+    small_k = found.pareto_k <= max(best.pareto_k, 0.5)
+    if small_k and found.efficiency > 0.8 * best.efficiency:
+        best = found
+    return best._replace(transport=triangular(best.transport))
+
+
+def fit_gaussian(evaluate: Evaluator, position: ArrayLike, seed: Any) -> Gaussian:
+    """The best Gaussian near a mode; in very many dimensions, one at the position."""
+    start = np.asarray(position, np.float64)
+    if start.size <= LARGEST_LAPLACE:
+        return improve_gaussian(evaluate, find_mode(evaluate, start)[0], seed)
+    unit = unit_map(start)
+    draws = mirrored_normal(np.random.default_rng(seed), 1024, start.size)
+    return assess_map(unit, evaluate(unit, draws))
 
 
 def map_quality(
