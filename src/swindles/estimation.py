@@ -6,11 +6,14 @@ Mirrored from book/estimation.md: edit there, then run `make mirror`.
 import html
 import json
 import os
+import threading
 import time
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,11 +34,36 @@ from swindles.accuracy import (
     summarize,
 )
 from swindles.antithetic import Sums, fold_series
-from swindles.choice import CANDIDATES, Choice, choose_scheme, find_map
-from swindles.coupling import Rates, Run, add_block, begin_run, coupled, hmc, record
-from swindles.models import Model, Problem, make_problem, need
+from swindles.choice import (
+    CANDIDATES,
+    GOOD_K,
+    Choice,
+    choose_scheme,
+    find_map,
+    key_seed,
+)
+from swindles.coupling import Rates, Run, add_block, begin_run, coupled, hmc
+from swindles.importance import (
+    SEQUENCES,
+    Weighted,
+    beyond_reach,
+    largest_jump,
+    other_mode,
+    weigh_more,
+    weigh_points,
+)
+from swindles.models import Model, Problem, as_floats, make_problem, need
 from swindles.schemes import SCHEMES, Plan, plan_series
-from swindles.transport import Affine, Transport, map_quality
+from swindles.stein import affordable_order
+from swindles.transport import (
+    Affine,
+    Evaluator,
+    Gaussian,
+    Transport,
+    assess_map,
+    mirrored_normal,
+    unit_map,
+)
 
 
 class Goal(NamedTuple):
@@ -83,6 +111,203 @@ def make_goal(
     return Goal(np.broadcast_to(each, size), relative, seconds, gradients)
 
 
+class Stage(NamedTuple):
+    """What a stage of a call has cost."""
+
+    seconds: float
+    gradients: float
+
+
+class Clock:
+    """Seconds and gradients of a call, stage by stage; and its line of progress."""
+
+    def __init__(self) -> None:
+        """Start it."""
+        self.begin, self.stages = time.perf_counter(), {}
+        self.bar = tqdm(total=100, delay=2, leave=False)
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.perf_counter() - self.begin
+
+    @contextmanager
+    def closing(self) -> Iterator:
+        """Close the line of progress when all is done."""
+        try:
+            yield
+        finally:
+            self.bar.close()
+
+    @contextmanager
+    def stage(self, name: str, count: Callable[[], float] = lambda: 0) -> Iterator:
+        """Add what is done inside to a stage; ``count`` tells the gradients so far."""
+        self.bar.set_description(name)
+        begin, before = time.perf_counter(), count()
+        try:
+            yield
+        finally:
+            old = self.stages.get(name, Stage(0.0, 0.0))
+            seconds = old.seconds + time.perf_counter() - begin
+            self.stages[name] = Stage(seconds, old.gradients + count() - before)
+
+
+class Findings(NamedTuple):
+    """What is known of the posterior before anything is run on it.
+
+    Parameters
+    ----------
+    pareto_k, efficiency
+        Of the map's weights.
+    jump
+        The largest jump of the log density; infinite if it is cut off.
+    other_mode
+        How far off another mode is; infinite if none was found.
+
+    Examples
+    --------
+    >>> Findings(pareto_k=0.3, efficiency=0.9, jump=0.0, other_mode=np.inf).jump
+    0.0
+    """
+
+    pareto_k: float
+    efficiency: float
+    jump: float
+    other_mode: float
+
+
+def inspect_posterior(key: Array, evaluate: Evaluator, found: Gaussian) -> Findings:
+    """Look at a posterior through a map: is the map good, and what does it not see?"""
+    rng = np.random.default_rng(key_seed(key, 2))
+    jump = largest_jump(rng, evaluate, found.transport)
+    away = other_mode(rng, evaluate, found.transport)
+    return Findings(found.pareto_k, found.efficiency, jump, away)
+
+
+class PointJob(NamedTuple):
+    """Weighted points on their way to an accuracy: enough to go on with it."""
+
+    goal: Goal
+    transport: Any  # None when it is not ours to save
+    key: Any  # as plain numbers
+    run: Weighted
+    beyond: Any  # (statistics,): what lies beyond the reach of the points
+    history: Any  # (blocks, 4): gradients, seconds, largest and median mcse / sd
+    findings: Findings
+    stages: dict[str, Stage]
+
+    scheme = "importance"
+
+    @property
+    def gradients(self) -> float:
+        """Of the log density, at the points."""
+        return float(self.run.gradients)
+
+    @property
+    def draws(self) -> Float[np.ndarray, "rows chains dim"]:
+        """A few draws, in latent space."""
+        return self.run.draws
+
+    @property
+    def least_error(self) -> Float[np.ndarray, " statistics"]:
+        """What more points do not make smaller."""
+        return self.run.rounding
+
+    def estimate(self) -> Estimate:
+        """What the points have come to."""
+        found = self.run.estimate()
+        squared = found.mcse**2 + self.beyond**2 + self.run.rounding**2
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ess = found.variance / squared
+        return found._replace(mcse=np.sqrt(squared), ess=ess)
+
+    def is_settled(self, estimate: Estimate) -> bool:
+        """Whether nothing but the error decides when to stop."""
+        return True
+
+    def headline(self) -> str:
+        """What was done, in a line."""
+        quality = f"Pareto k {self.run.pareto_k.max():.2f}"
+        worth = f"weights worth {self.run.efficiency.mean():.0%}"
+        return f"importance, {self.run.gradients} points, {quality}, {worth}: no chain"
+
+
+class PointEngine:
+    """What takes the next block of points."""
+
+    def __init__(self, job: PointJob, problem: Problem) -> None:
+        """Prepare a job; ``problem`` is in x, or in the space of a map of one's own."""
+        self.evaluate = problem.evaluator()
+        own = job.transport is None
+        self.inner = unit_map(np.zeros(problem.dim)) if own else job.transport
+
+    @property
+    def gradients(self) -> float:
+        """So far, over all blocks and guards."""
+        return self.evaluate.gradients
+
+    def add_block(self, job: PointJob) -> PointJob:
+        """The job with twice as many points as in its last block."""
+        seed, pairs = [*job.key, len(job.run.pairs)], 2 * int(job.run.pairs[-1])
+        parts = self.evaluate, self.inner
+        run = weigh_more(seed, *parts, job.run, min(pairs, MOST_PAIRS))
+        rng = np.random.default_rng([*seed, 1])
+        return job._replace(run=run, beyond=beyond_reach(rng, *parts, run))
+
+
+# Pairs of points in a sequence of one block, at the most.
+MOST_PAIRS = 2**13
+
+
+def first_points(
+    key: Array,
+    evaluate: Evaluator,
+    found: Gaussian,
+    goal: Goal,
+    findings: Findings,
+    own: bool,
+) -> PointJob:
+    """A job with a first block of points; ``own`` says whose the map is."""
+    dim, seed = evaluate.dim, key_seed(key, 3)
+    wanted = min(5e6 / dim, goal.gradients or np.inf) / (2 * SEQUENCES)
+    pairs = int(2 ** np.clip(np.floor(np.log2(wanted)), 6, 9))
+    order = affordable_order(dim, 3 * SEQUENCES * pairs)
+    order = "none" if findings.jump else order
+    run = weigh_points([*seed, 0], evaluate, found.transport, pairs, order)
+    rng = np.random.default_rng([*seed, 0, 1])
+    beyond = beyond_reach(rng, evaluate, found.transport, run)
+    kept = None if own else found.transport
+    history = np.zeros((0, 4))
+    return PointJob(goal, kept, seed, run, beyond, history, findings, {})
+
+
+# Weights that are worth less than this are left to chains.
+LEAST_EFFICIENCY = 0.05
+
+
+def why_chains(job: PointJob, clock: Clock) -> str:
+    """Why points of the map will not do, in words; empty if they will."""
+    run, findings, goal = job.run, job.findings, job.goal
+    estimate = job.estimate()
+    errors = goal.errors(np.sqrt(estimate.variance))
+    spent = clock.stages["importance"].seconds
+    with np.errstate(divide="ignore", invalid="ignore"):
+        longer = np.nanmax((estimate.mcse / errors) ** 2, initial=0.0) * spent
+    if findings.other_mode < np.inf:
+        return f"another mode is {findings.other_mode:.0f} standard deviations away"
+    if not run.pareto_k.max() <= GOOD_K:
+        return f"the map's tails are too thin: Pareto k is {run.pareto_k.max():.2f}"
+    if run.efficiency.min() < LEAST_EFFICIENCY:
+        return f"the map's weights are worth only {run.efficiency.min():.1%}"
+    if run.is_biased():
+        return "the Stein features do not average to zero"
+    if not np.isfinite(estimate.mcse).all():
+        return "an estimate from the points is not finite"
+    if longer > (goal.seconds or np.inf):
+        return "weighted points would take too long"
+    return ""
+
+
 # Rows of sums that are kept; more are merged.
 ROWS = 32
 # Steps in the first blocks.
@@ -105,11 +330,12 @@ class Job(NamedTuple):
     length: int  # steps in a row
     dropped: int  # steps taken before the rows begin
     gradients: float  # of the log density, in the blocks
-    seconds: float  # spent
     history: Any  # (blocks, 4): gradients, seconds, largest and median mcse / sd
-    pareto_k: float
+    findings: Findings
+    stages: dict[str, Stage]
     stuck: int
     forecast: dict[str, float]  # operations to the goal, by scheme
+    reason: str  # why chains were run
 
     @property
     def swindled(self) -> Moments:
@@ -122,10 +348,31 @@ class Job(NamedTuple):
         """Of the log density, for one chain or pair of chains."""
         return self.num_integration_steps * SCHEMES[self.plan.scheme].num_targets
 
+    @property
+    def scheme(self) -> str:
+        """The name of the scheme."""
+        return self.plan.scheme
+
+    @property
+    def least_error(self) -> Float[np.ndarray, " statistics"]:
+        """What more steps do not make smaller."""
+        return np.sqrt(self.plan.shared_variance + self.plan.rounding**2)
+
     def estimate(self) -> Estimate:
         """What the run has come to."""
-        noise = self.plan.shared_variance + self.plan.rounding**2
+        noise = self.least_error**2
         return summarize(self.run.rows.plus, block_means(self.swindled), noise)
+
+    def is_settled(self, estimate: Estimate) -> bool:
+        """Whether nothing but the error decides when to stop."""
+        mixed = np.nanmax(estimate.rhat, initial=0) <= 1.05
+        return len(self.draws) >= LEAST_ROWS and mixed and not has_drift(self)
+
+    def headline(self) -> str:
+        """What was done, in a line."""
+        rates, why = self.run.rows.rates, f": {self.reason}" if self.reason else ""
+        chains, steps = rates.divergent.shape[1], int(np.sum(rates.steps))
+        return f"{self.scheme}, {chains} chains x {steps} steps{why}"
 
 
 class Engine:
@@ -138,6 +385,7 @@ class Engine:
         self.algorithm = scheme.build(sampler, problem.logdensity)
         series = plan_series(job.plan, problem.statistic)
         self.fold = fold_series(series, job.run.states, job.plan.center)
+        self.gradients = 0.0
 
     def begin(self, job: Job) -> Job:
         """The job with empty rows."""
@@ -145,18 +393,20 @@ class Engine:
 
     def add_block(self, job: Job) -> Job:
         """The job with one more block; rows are merged, when there are too many."""
-        begin, key = time.perf_counter(), jax.random.wrap_key_data(jnp.asarray(job.key))
+        key = jax.random.wrap_key_data(jnp.asarray(job.key))
         run = add_block(key, job.run, self.algorithm, self.fold, job.length)
         run = run._replace(states=jax.device_get(run.states))
         position = run.states.plus.position
         work = job.length * len(position) * job.gradients_per_step
+        self.gradients += work
         job = job._replace(
             run=run,
             draws=np.concatenate([job.draws, position[None]]),
             gradients=job.gradients + work,
-            seconds=job.seconds + time.perf_counter() - begin,
         )
-        return merge_rows(job) if len(job.draws) == ROWS else job
+        if len(job.draws) == ROWS:
+            job = merge_rows(job)
+        return drop_half(job) if len(job.draws) >= 16 and has_drift(job) else job
 
 
 def merge_rows(job: Job) -> Job:
@@ -207,27 +457,23 @@ def has_bias(job: Job) -> bool:
     return beyond_chance(apart.sum(0) / float(np.sum(plus.steps)), noise, 1e-4)
 
 
-def is_reached(job: Job, estimate: Estimate) -> bool:
+def is_reached(job: Job | PointJob, estimate: Estimate) -> bool:
     """Whether the run is as accurate as was asked for, or as it can be."""
     errors = job.goal.errors(np.sqrt(estimate.variance))
-    least = 2 * np.sqrt(job.plan.shared_variance + job.plan.rounding**2)
     margin = 1 + 1 / np.sqrt(2 * estimate.degrees)
     if not np.isfinite(estimate.mean).all():
         return True
-    return (
-        len(job.draws) >= LEAST_ROWS
-        and bool((margin * estimate.mcse <= np.maximum(errors, least)).all())
-        and np.nanmax(estimate.rhat, initial=0) <= 1.05
-        and not has_drift(job)
-    )
+    enough = np.maximum(errors, 2 * job.least_error)
+    return bool((margin * estimate.mcse <= enough).all()) and job.is_settled(estimate)
 
 
-def history_line(job: Job, estimate: Estimate) -> np.ndarray:
-    """A line for the history of a job."""
+def add_history(job: Any, estimate: Estimate, seconds: float) -> Any:
+    """The job with one more line in its history."""
     varies = estimate.variance > 0
     error = estimate.mcse[varies] / np.sqrt(estimate.variance[varies])
     worst, median = (error.max(), np.median(error)) if error.size else (np.nan, np.nan)
-    return np.array([job.gradients, job.seconds, worst, median])
+    line = np.array([job.gradients, seconds, worst, median])
+    return job._replace(history=np.concatenate([job.history, line[None]]))
 
 
 # Fewer decouplings than this say too little about the error they make.
@@ -261,6 +507,34 @@ def chain_warnings(job: Job) -> list[str]:
     return found
 
 
+def mode_warnings(findings: Findings) -> list[str]:
+    """What the climbers found, in words."""
+    if findings.other_mode == np.inf:
+        return []
+    return [
+        f"another mode was found, {findings.other_mode:.0f} standard deviations away, "
+        "and its share of the posterior is not known: start there, too, and compare"
+    ]
+
+
+def point_warnings(job: PointJob) -> list[str]:
+    """What speaks against weighted points, in words."""
+    run, found = job.run, []
+    if not run.pareto_k.max() <= GOOD_K:
+        found.append(
+            f"Pareto k of the weights is {run.pareto_k.max():.2f}: the map's tails are "
+            "too thin; leave the scheme to `estimate`"
+        )
+    if run.efficiency.min() * run.gradients < 200:
+        found.append("a few points have most of the weight: leave the scheme open")
+    if run.is_biased():
+        found.append(
+            "the Stein features do not average to zero: the density is cut off, or the "
+            'weights miss a part of it; scheme="plain" is safe'
+        )
+    return found
+
+
 def tail_warnings(job: Job, problem: Problem) -> list[str]:
     """Which statistics have tails too heavy for a reliable error, in words."""
     draws = jnp.asarray(job.draws.reshape(-1, problem.dim))
@@ -272,19 +546,41 @@ def tail_warnings(job: Job, problem: Problem) -> list[str]:
     return [f"tails of {heavy.sum()} statistics ({first}) are too heavy for an error"]
 
 
+def jump_note(findings: Findings) -> list[str]:
+    """What a jump in the density has led to, in words."""
+    if not findings.jump:
+        return []
+    how = "is cut off" if findings.jump == np.inf else f"jumps by {findings.jump:.2g}"
+    return [f"the log density {how}: no Stein features were used"]
+
+
+def point_notes(job: PointJob, estimate: Estimate) -> list[str]:
+    """What is good to know of weighted points, in words."""
+    found = jump_note(job.findings)
+    if (estimate.mcse < 1.5 * job.run.rounding).any():
+        found.append(
+            'some errors are those of the arithmetic: dtype="float64" may help'
+        )
+    if (job.beyond > 0.7 * estimate.mcse).any():
+        found.append("some errors are those of tails that no point has reached")
+    return found
+
+
 def job_notes(job: Job, estimate: Estimate) -> list[str]:
     """What is good to know, in words."""
-    found, plan = [], job.plan
+    found, plan = jump_note(job.findings), job.plan
     if (estimate.mcse < 1.5 * plan.rounding).any():
-        found.append("some errors are those of the arithmetic: jax_enable_x64 may help")
+        found.append(
+            'some errors are those of the arithmetic: dtype="float64" may help'
+        )
     if (estimate.mcse < 1.5 * np.sqrt(plan.shared_variance)).any():
         found.append(
             "some errors are those of the control's mean, and stay as they are"
         )
-    if job.pareto_k > 0.7:
+    if job.findings.pareto_k > GOOD_K:
         found.append(
-            f"the posterior is far from the map (Pareto k {job.pareto_k:.1f}): a flow "
-            "may help, see swindles.neutra.fit_flow"
+            f"the posterior is far from the map (Pareto k {job.findings.pareto_k:.1f}): "
+            "a flow may help, see swindles.neutra.fit_flow"
         )
     if job.stuck:
         found.append(f"{job.stuck} chains were stuck at their start and began anew")
@@ -333,7 +629,7 @@ class Report:
     """
 
     estimate: Estimate
-    job: Job
+    job: Job | PointJob
     names: list[str]
     reached: bool
     warnings: list[str]
@@ -394,18 +690,20 @@ class Report:
                 f"{error:.2g}",
                 f"{sd:.3g}",
                 f"{ess:.2g}",
-                f"{rhat:.2f}",
+                "-" if np.isnan(rhat) else f"{rhat:.2f}",
             )
             for name, mean, error, sd, ess, rhat in list(rows)[:MOST_LINES]
         ]
 
     def verdict(self) -> list[str]:
         """Below the table: what was done, and whether to believe it."""
-        job, rates = self.job, self.job.run.rows.rates
-        chains, steps = rates.divergent.shape[1], int(np.sum(rates.steps))
+        job = self.job
+        seconds = sum(stage.seconds for stage in job.stages.values())
+        work = sum(stage.gradients for stage in job.stages.values())
+        parts = [f"{name} {x.seconds:.1f}" for name, x in job.stages.items()]
         lines = [
-            f"{job.plan.scheme}, {chains} chains x {steps} steps, {job.gradients:.2g} "
-            f"gradients, {job.seconds:.0f} s"
+            job.headline(),
+            f"{work:.2g} gradients, {seconds:.1f} s ({', '.join(parts)})",
         ]
         hidden = len(self.names) - MOST_LINES
         if hidden > 0:
@@ -455,28 +753,25 @@ class Report:
         return f'<div style="overflow-x: auto">{table}</div><p>{words}</p>'
 
     def plot(self) -> Any:
-        """A figure: the error against the work, and a few steps of coupled chains."""
+        """A figure: the error against the work, and where the time went."""
         plt = need("matplotlib.pyplot", "plot")
         figure, axes = plt.subplots(1, 2, figsize=(7, 3.2), layout="constrained")
         gradients, _, worst, median = self.job.history.T
-        axes[0].loglog(gradients, worst, label="largest")
-        axes[0].loglog(gradients, median, label="median")
+        mark = "o-" if len(gradients) < 5 else "-"
+        axes[0].loglog(gradients, worst, mark, label="largest")
+        axes[0].loglog(gradients, median, mark, label="median")
         axes[0].set(xlabel="gradient evaluations", ylabel="error / posterior sd")
         axes[0].xaxis.set_minor_formatter("")
         axes[0].yaxis.set_minor_formatter("")
         axes[0].legend()
-        if self.problem is None:
-            axes[1].set_axis_off()
-            return figure
-        engine = Engine(self.job, self.problem.through(self.transport))
-        states = jax.tree.map(lambda x: x[:1], self.job.run.states)
-        key = jax.random.key(0)
-        _, traces = record(key, engine.algorithm, states, 40, progress=False)
-        labels = {"plus": "$X^+$", "minus": "$X^-$", "control": "$Y$"}
-        for name, trace in traces._asdict().items():
-            axes[1].plot(trace[:, 0, 0], ".-", linewidth=0.8, label=labels[name])
-        axes[1].set(xlabel="step", ylabel="one latent coordinate")
-        axes[1].legend()
+        stages = self.job.stages
+        seconds = [stage.seconds for stage in stages.values()]
+        bars = axes[1].barh(list(stages), seconds, color="0.7")
+        work = [f" {stage.gradients:.2g} gradients" for stage in stages.values()]
+        axes[1].bar_label(bars, work)
+        axes[1].margins(x=0.8)
+        axes[1].invert_yaxis()
+        axes[1].set(xlabel="seconds")
         return figure
 
     def to_dict(self) -> dict[str, Any]:
@@ -484,7 +779,7 @@ class Report:
         return {
             "name": self.names,
             **{name: np.asarray(x).tolist() for name, x in self.columns().items()},
-            "scheme": self.job.plan.scheme,
+            "scheme": self.job.scheme,
             "reached": self.reached,
             "warnings": self.warnings,
             "notes": self.notes,
@@ -495,15 +790,16 @@ class Report:
         return need("pandas", "pandas").DataFrame(self.columns(), index=self.names)
 
     def to_arviz(self) -> Any:
-        """Draws of the constrained values, evenly spaced over the run, for ArviZ.
+        """Draws of the constrained values, for ArviZ.
 
-        They are few: 32 at most from each chain. The report's own numbers, which use
+        They are few: 32 at most from each chain, or a thousand weighted points. The report's own numbers, which use
         every step, are in the group's attributes.
         """
         if self.problem is None:
             raise ValueError("a report without a model has no names for its draws")
         see = jax.vmap(jax.vmap(self.problem.through(self.transport).constrain))
-        values = jax.device_get(jax.jit(see)(jnp.asarray(self.job.draws)))
+        with precision_of(self.problem):
+            values = jax.device_get(jax.jit(see)(jnp.asarray(self.job.draws)))
         posterior = {
             jax.tree_util.keystr(path, simple=True, separator=".")
             or "x": leaf.swapaxes(0, 1)
@@ -535,11 +831,12 @@ class Report:
         if mcse is None and relative is None:
             goal = self.job.goal._replace(seconds=seconds, gradients=gradients)
         task = Task(self.problem, self.transport, file, self.about)
-        return run_until_done(self.job._replace(goal=goal), task)
+        with precision_of(self.problem):
+            return run_until_done(self.job._replace(goal=goal), task, Clock())
 
 
 # The format of the files.
-VERSION = 3
+VERSION = 4
 
 
 # A run is saved when this many seconds have passed since it was saved last.
@@ -574,7 +871,7 @@ def nested(named: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def write_job(path: str | Path, job: Job, about: dict) -> None:
+def write_job(path: str | Path, job: Job | PointJob, about: dict) -> None:
     """Write a job to a file, all of it or nothing, every number under its name."""
     parts = dict(named_parts(job))
     arrays = {
@@ -594,8 +891,16 @@ def write_job(path: str | Path, job: Job, about: dict) -> None:
     draft.replace(path)
 
 
-def rebuild_job(tree: dict[str, Any]) -> Job:
+def rebuild_job(tree: dict[str, Any]) -> Job | PointJob:
     """A job from nested dictionaries."""
+    tree = tree | {
+        "goal": Goal(**tree["goal"]),
+        "transport": Affine(**tree["transport"]) if tree["transport"] else None,
+        "findings": Findings(**tree["findings"]),
+        "stages": {name: Stage(**x) for name, x in tree.get("stages", {}).items()},
+    }
+    if "plan" not in tree:
+        return PointJob(**tree | {"run": Weighted(**tree["run"])})
     rows, chains = tree["run"]["rows"], SCHEMES[tree["plan"]["scheme"]].chains
     swindled = rows["swindled"]
     sums = Sums(
@@ -606,9 +911,7 @@ def rebuild_job(tree: dict[str, Any]) -> Job:
     states = coupled(*chains)(*(HMCState(**tree["run"]["states"][n]) for n in chains))
     changed = {
         "plan": Plan(**tree["plan"]),
-        "goal": Goal(**tree["goal"]),
         "run": Run(states, sums, tree["run"]["steps"]),
-        "transport": Affine(**tree["transport"]) if tree["transport"] else None,
     }
     return Job(**tree | changed)
 
@@ -617,7 +920,7 @@ def rebuild_job(tree: dict[str, Any]) -> Job:
 NO_RUN = (ValueError, KeyError, TypeError, OSError, EOFError, zipfile.BadZipFile)
 
 
-def read_job(path: str | Path) -> tuple[Job, dict]:
+def read_job(path: str | Path) -> tuple[Job | PointJob, dict]:
     """Read what ``write_job`` wrote, and what it is about."""
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -644,24 +947,38 @@ class Task(NamedTuple):
     file: str | Path | None
     about: dict
 
-    def save(self, job: Job) -> None:
+    def save(self, job: Job | PointJob) -> None:
         """Write the job to the file, if there is one."""
         if self.file:
             write_job(self.file, job, self.about)
 
 
-def make_report(job: Job, task: Task) -> Report:
+def all_warnings(job: Job | PointJob, found: Estimate) -> list[str]:
+    """What speaks against a job, as far as it can be told without the model."""
+    own = chain_warnings if isinstance(job, Job) else point_warnings
+    return found.warnings() + own(job) + mode_warnings(job.findings)
+
+
+def all_notes(job: Job | PointJob, found: Estimate) -> list[str]:
+    """What is good to know of a job."""
+    notes = job_notes if isinstance(job, Job) else point_notes
+    return notes(job, found)
+
+
+def make_report(job: Job | PointJob, task: Task) -> Report:
     """The report on a job."""
     found = job.estimate()
     errors = job.goal.errors(np.sqrt(found.variance))
-    latent = task.problem.through(task.transport)
+    reasons = all_warnings(job, found)
+    if isinstance(job, Job):
+        reasons += tail_warnings(job, task.problem.through(task.transport))
     return Report(
         found,
         job,
         task.problem.names,
         bool((found.mcse <= errors).all()),
-        found.warnings() + chain_warnings(job) + tail_warnings(job, latent),
-        job_notes(job, found),
+        reasons,
+        all_notes(job, found),
         task.about,
         task.problem,
         task.transport,
@@ -669,7 +986,12 @@ def make_report(job: Job, task: Task) -> Report:
 
 
 def make_job(
-    key: Array, choice: Choice, goal: Goal, transport: Transport, pareto_k: float
+    key: Array,
+    choice: Choice,
+    goal: Goal,
+    transport: Transport,
+    findings: Findings,
+    reason: str = "",
 ) -> Job:
     """A job before its first step; it has no rows until its engine begins it."""
     position = choice.states.plus.position
@@ -685,61 +1007,126 @@ def make_job(
         length=FIRST_BLOCK,
         dropped=0,
         gradients=0.0,
-        seconds=0.0,
         history=np.zeros((0, 4)),
-        pareto_k=float(pareto_k),
+        findings=findings,
+        stages={},
         stuck=choice.stuck,
         forecast=dict.fromkeys(CANDIDATES, np.inf) | choice.forecast,
+        reason=reason,
     )
 
 
+def map_stage(key: Array, evaluate: Evaluator, task: Task, num_chains: int) -> Gaussian:
+    """A map for the task, or how good its own one is."""
+    if task.transport is None:
+        return find_map(key, task.problem, num_chains, evaluate)
+    unit = unit_map(np.zeros(evaluate.dim))
+    rng = np.random.default_rng(key_seed(key))
+    return assess_map(unit, evaluate(unit, mirrored_normal(rng, 4096, evaluate.dim)))
+
+
 def set_up(
-    key: Array, goal: Goal, task: Task, names: list[str], num_chains: int
-) -> tuple[Job, Task]:
-    """Fit a map unless there is one, choose a scheme, and make an empty job."""
-    begin, keys = time.perf_counter(), jax.random.split(key, 3)
-    problem, to_x = task.problem, task.transport
-    with tqdm(total=2, desc="fitting a map", delay=2, leave=False) as bar:
-        if to_x is None:
-            to_x, k = find_map(keys[0], problem, num_chains)
-        else:
-            k = map_quality(keys[0], problem, to_x)[0]
-        bar.update()
-        bar.set_description("trying all schemes")
-        latent = problem.through(to_x)
+    key: Array,
+    goal: Goal,
+    task: Task,
+    scheme: str | None,
+    num_chains: int,
+    clock: Clock,
+) -> tuple[Job | PointJob, Task]:
+    """Find a map, and weigh points of it; if that will not do, choose a scheme."""
+    own, reason = task.transport is not None, f"as {scheme!r} was asked for"
+    space = task.problem.through(task.transport) if own else task.problem
+    evaluate = space.evaluator()
+    with clock.stage("map", lambda: evaluate.gradients):
+        found = map_stage(key, evaluate, task, num_chains)
+        findings = inspect_posterior(key, evaluate, found)
+    inner = Affine(*(jnp.asarray(x, evaluate.dtype) for x in found.transport))
+    task = task if own else task._replace(transport=inner)
+    hopeless = scheme is None and not found.pareto_k <= 1
+    if scheme in (None, "importance") and not hopeless:
+        with clock.stage("importance", lambda: evaluate.gradients):
+            job = first_points(key, evaluate, found, goal, findings, own)
+        reason = why_chains(job, clock)
+        if scheme or not reason:
+            return job, task
+    if hopeless:
+        reason = f"the map is poor: Pareto k is {found.pareto_k:.1f}"
+    names = list(CANDIDATES) if scheme is None else [scheme]
+    if findings.jump:
+        names = [name for name in names if not SCHEMES[name].stein] or ["plain"]
+    return chain_job(key, goal, task, names, num_chains, findings, reason, clock), task
+
+
+def chain_job(
+    key: Array,
+    goal: Goal,
+    task: Task,
+    names: list[str],
+    num_chains: int,
+    findings: Findings,
+    reason: str,
+    clock: Clock,
+) -> Job:
+    """Choose among schemes in a pilot run, and make an empty job."""
+    keys = jax.random.split(key, 3)
+    latent = task.problem.through(task.transport)
+    with clock.stage("pilot"):
         choice = choose_scheme(keys[1], latent, goal.errors, num_chains, names)
-    job = make_job(keys[2], choice, goal, to_x, k)
-    job = Engine(job, latent).begin(job)
-    job = job._replace(seconds=time.perf_counter() - begin)
-    return job, task._replace(transport=to_x)
+    job = make_job(keys[2], choice, goal, task.transport, findings, reason)
+    return Engine(job, latent).begin(job)
 
 
-def run_until_done(job: Job, task: Task) -> Report:
+def make_engine(job: Job | PointJob, task: Task) -> Engine | PointEngine:
+    """What takes the next block of a job."""
+    if isinstance(job, Job):
+        return Engine(job, task.problem.through(task.transport))
+    own = job.transport is None
+    space = task.problem.through(task.transport) if own else task.problem
+    return PointEngine(job, space)
+
+
+def run_until_done(job: Any, task: Task, clock: Clock) -> Report:
     """Take blocks until the goal is reached or the budget is spent."""
-    engine = Engine(job, task.problem.through(task.transport))
-    task.save(job)
-    begin, spent, saved = time.perf_counter(), job.gradients, -np.inf
-    done = len(job.draws) > 1 and is_reached(job, job.estimate())
-    with tqdm(total=100, desc=job.plan.scheme, delay=2, leave=False) as bar:
-        try:
-            while not done:
+    engine, saved, earlier = make_engine(job, task), -np.inf, job.stages
+    name = "sampling" if isinstance(job, Job) else "importance"
+    spent, rows = job.gradients if len(job.history) else 0.0, len(job.draws)
+    found = job.estimate() if rows > 1 else None
+    if found is not None and not len(job.history):
+        job = add_history(job, found, clock.seconds)
+    done = found is not None and is_reached(job, found)
+
+    def now() -> Any:
+        return job._replace(stages=add_stages(earlier, clock.stages))
+
+    task.save(now())
+    try:
+        while not done:
+            with clock.stage(name, lambda: engine.gradients):
                 job = engine.add_block(job)
-                if len(job.draws) >= 16 and has_drift(job):
-                    job = drop_half(job)
-                now, found = time.perf_counter(), job.estimate()
-                line = history_line(job, found)
-                job = job._replace(history=np.concatenate([job.history, line[None]]))
-                over = job.goal.is_spent(now - begin, job.gradients - spent)
-                done = is_reached(job, found) or (over and len(job.draws) > 3)
-                if done or now - saved > SAVE_EVERY:
-                    task.save(job)
-                    saved = now
-                show_progress(bar, found, job.goal)
-        except KeyboardInterrupt:
-            if len(job.draws) < 2:
-                raise
-            task.save(job)
-    return make_report(job, task)
+                found = job.estimate()
+            job = add_history(job, found, clock.seconds)
+            over = job.goal.is_spent(clock.seconds, job.gradients - spent)
+            done = is_reached(job, found) or (over and len(job.draws) > 3)
+            if done or clock.seconds - saved > SAVE_EVERY:
+                task.save(now())
+                saved = clock.seconds
+            show_progress(clock.bar, found, job.goal)
+    except KeyboardInterrupt:
+        if len(job.draws) < 2:
+            raise
+        task.save(now())
+    finally:
+        clock.bar.close()
+    return make_report(now(), task)
+
+
+def add_stages(earlier: dict[str, Stage], later: dict[str, Stage]) -> dict[str, Stage]:
+    """The stages of two calls, added up."""
+    both = {name: Stage(0.0, 0.0) for name in (*earlier, *later)}
+    for stages in (earlier, later):
+        for name, stage in stages.items():
+            both[name] = Stage(*map(sum, zip(both[name], stage, strict=True)))
+    return both
 
 
 def show_progress(bar: Any, estimate: Estimate, goal: Goal) -> None:
@@ -747,13 +1134,14 @@ def show_progress(bar: Any, estimate: Estimate, goal: Goal) -> None:
     ratio = estimate.mcse / goal.errors(np.sqrt(estimate.variance))
     worst = float(np.nanmax(ratio, initial=1e-9))
     bar.n = int(100 * min(1.0, worst**-2))
-    bar.set_postfix_str(f"error {worst:.2g} x asked, R-hat {estimate.rhat.max():.2f}")
+    bar.set_postfix_str(f"error {worst:.2g} x asked")
 
 
-def check_options(scheme: str | None, num_chains: int, dim: int) -> list[str]:
-    """The names of the schemes to try; or a ValueError."""
-    if scheme is not None and scheme not in CANDIDATES:
-        raise ValueError(f"scheme is {scheme!r}: say one of {', '.join(CANDIDATES)}")
+def check_options(scheme: str | None, num_chains: int, dim: int) -> None:
+    """Raise ValueError for a scheme that there is not, or chains that do not fit."""
+    names = ("importance", *CANDIDATES)
+    if scheme is not None and scheme not in names:
+        raise ValueError(f"scheme is {scheme!r}: say one of {', '.join(names)}")
     if num_chains < 16:
         raise ValueError(
             f"{num_chains} chains are too few: the spread between chains measures the "
@@ -764,7 +1152,6 @@ def check_options(scheme: str | None, num_chains: int, dim: int) -> list[str]:
             f"{num_chains} chains in {dim} dimensions do not fit into memory: use "
             f"{int(2e6 / dim)} chains, or fewer dimensions if that is less than 16"
         )
-    return list(CANDIDATES) if scheme is None else [scheme]
 
 
 def as_model(model: Any, position: Any) -> Model:
@@ -787,16 +1174,35 @@ def as_key(key: Any) -> Array:
 
 
 def describe_problem(problem: Problem) -> dict:
-    """What a saved run must agree on with the model that goes on with it."""
-    value = float(jax.jit(problem.logdensity)(problem.position))
-    kind = str(problem.position.dtype)
-    return {"names": problem.names, "logdensity": value, "dtype": kind}
+    """What a saved run must agree on with the model that goes on with it.
+
+    Density and statistics are compared at a few points around the position.
+    """
+    rng = np.random.default_rng(0)
+    position = np.asarray(problem.position, np.float64)
+    away = 0.1 * rng.normal(size=(3, problem.dim)) * [[0], [1], [1]]
+    found = problem.evaluator()(unit_map(position), away)
+    mix = np.nan_to_num(found.values) @ rng.normal(size=found.values.shape[1])
+    return {
+        "names": problem.names,
+        "logdensity": np.nan_to_num(found.logdensity).tolist(),
+        "statistics": mix.tolist(),
+        "dtype": str(problem.position.dtype),
+    }
 
 
-def read_same_job(path: str | Path, about: dict, transport: Any) -> tuple[Job, Any]:
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two descriptions agree, numbers up to rounding."""
+    numbers = isinstance(one, list) and all(isinstance(x, float) for x in one)
+    if numbers and isinstance(other, list) and len(one) == len(other):
+        return np.allclose(one, other, rtol=1e-5, atol=1e-8)
+    return one == other
+
+
+def read_same_job(path: str | Path, about: dict, transport: Any) -> tuple[Any, Any]:
     """Read a job that is about the same thing, and its map; or a ValueError."""
     job, before = read_job(path)
-    other = [name for name in about if before.get(name) != about[name]]
+    other = [name for name in about if not is_same(before.get(name), about[name])]
     if other:
         raise ValueError(
             f"{path} holds another run, with another {' and '.join(other)}: name "
@@ -805,6 +1211,36 @@ def read_same_job(path: str | Path, about: dict, transport: Any) -> tuple[Job, A
     if job.transport is None and transport is None:
         raise ValueError(f"{path} was run with a map of your own: give it again")
     return job, job.transport if transport is None else transport
+
+
+def take_up(task: Task) -> tuple[Any, Task]:
+    """The job in the task's file, and the task with its map."""
+    job, to_x = read_same_job(str(task.file), task.about, task.transport)
+    return job, task._replace(transport=to_x)
+
+
+def import_early(name: str) -> None:
+    """Import a module beside what is going on: the compiler leaves time for it."""
+    threading.Thread(target=import_module, args=(name,), daemon=True).start()
+
+
+def precision_of(problem: Problem) -> Any:
+    """A context in which JAX computes as it did for a problem."""
+    return jax.enable_x64(problem.position.dtype == np.float64)
+
+
+def wants_double(model: Model, dtype: str | None) -> bool:
+    """Whether to compute in double precision; or a ValueError."""
+    if dtype not in (None, "float32", "float64"):
+        raise ValueError(f'dtype is {dtype!r}: say "float32" or "float64"')
+    if dtype is not None or jax.default_backend() != "cpu":
+        return dtype == "float64" or (dtype is None and jax.config.jax_enable_x64)
+    try:
+        with jax.enable_x64(True):
+            kind = jax.eval_shape(model.logdensity, as_floats(model.position)).dtype
+        return kind == np.float64
+    except Exception:  # types that do not go together, say; make_problem tells
+        return bool(jax.config.jax_enable_x64)
 
 
 def estimate(
@@ -820,12 +1256,14 @@ def estimate(
     scheme: str | None = None,
     transport: Transport | None = None,
     chains: int = 128,
+    dtype: str | None = None,
     file: str | Path | None = None,
 ) -> Report:
     """Estimate posterior expectations to a given accuracy.
 
-    Fits a map, lets a pilot run choose step size and swindle, and runs in blocks until
-    every error is small enough or the budget is spent.
+    Finds a map and weighs points of it. If that will not do, a pilot run chooses step
+    size and swindle, and chains run in blocks until every error is small enough or the
+    budget is spent.
 
     Parameters
     ----------
@@ -845,17 +1283,21 @@ def estimate(
         The same, in units of the posterior's standard deviation. When neither is
         given: 0.01.
     seconds
-        Sample no longer than this, reached or not; the set-up comes on top. None: no
-        limit.
+        Stop after this time, reached or not, set-up included; a block that has begun is
+        finished. None: no limit.
     gradients
         Sample with no more gradients of the log density than this.
     scheme
-        "plain", "antithetic", "control", "cva", "stein" or "antithetic+stein". By
-        default, what wins in a pilot run.
+        "importance" for weighted points of the map; or "plain", "antithetic",
+        "control", "cva", "stein" or "antithetic+stein" for chains. By default points,
+        if they will do; else the chains that win in a pilot run.
     transport
         A map of your own, a flow for instance.
     chains
         How many chains (or pairs of chains) to run.
+    dtype
+        "float64" or "float32" to compute in. By default double precision on a CPU, and
+        what JAX is set to elsewhere.
     file
         Where to save the run. If the file exists, the run in it goes on.
 
@@ -865,17 +1307,20 @@ def estimate(
     >>> report.reached, report.trusted, report.names
     (True, True, ['x[0]', 'x[1]'])
     """
-    problem = make_problem(as_model(model, position), statistics)
-    goal = make_goal(problem, mcse, relative, seconds, gradients)
-    names, key = check_options(scheme, chains, problem.dim), as_key(key)
-    about = describe_problem(problem) | {"chains": chains, "scheme": scheme}
-    about["key"] = np.asarray(jax.random.key_data(key)).tolist()
-    task = Task(problem, transport, file, about)
-    if file and Path(file).exists():
-        job, transport = read_same_job(file, about, transport)
-        job = job._replace(goal=goal)
-        return run_until_done(job, task._replace(transport=transport))
-    return run_until_done(*set_up(key, goal, task, names, chains))
+    clock, key = Clock(), as_key(key)
+    import_early("scipy.stats.qmc")
+    given = as_model(model, position)
+    with jax.enable_x64(wants_double(given, dtype)), clock.closing():
+        with clock.stage("compiling"):
+            problem = make_problem(given, statistics)
+        goal = make_goal(problem, mcse, relative, seconds, gradients)
+        check_options(scheme, chains, problem.dim)
+        options = {"chains": chains, "scheme": scheme, "key": key_seed(key)}
+        task = Task(problem, transport, file, describe_problem(problem) | options)
+        settings = goal, task, scheme, chains, clock
+        again = file and Path(file).exists()
+        job, task = take_up(task) if again else set_up(key, *settings)
+        return run_until_done(job._replace(goal=goal), task, clock)
 
 
 def load(
@@ -903,12 +1348,12 @@ def load(
     """
     job, about = read_job(path)
     if model is not None:
-        problem = make_problem(as_model(model, position), statistics)
-        job, to_x = read_same_job(path, describe_problem(problem), transport)
-        return make_report(job, Task(problem, to_x, None, about))
+        with jax.enable_x64(about.get("dtype") == "float64"):
+            problem = make_problem(as_model(model, position), statistics)
+            job, to_x = read_same_job(path, describe_problem(problem), transport)
+            return make_report(job, Task(problem, to_x, None, about))
     found = job.estimate()
     errors = job.goal.errors(np.sqrt(found.variance))
     reached = bool((found.mcse <= errors).all())
-    reasons = found.warnings() + chain_warnings(job)
-    notes = job_notes(job, found)
+    reasons, notes = all_warnings(job, found), all_notes(job, found)
     return Report(found, job, about["names"], reached, reasons, notes, about)
