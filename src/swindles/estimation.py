@@ -23,6 +23,7 @@ import numpy as np
 from blackjax.mcmc.hmc import HMCState
 from jax import Array
 from jaxtyping import Float
+from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
 from swindles.accuracy import (
@@ -131,13 +132,13 @@ class Clock:
         """Since the start."""
         return time.perf_counter() - self.begin
 
-    @contextmanager
-    def closing(self) -> Iterator:
-        """Close the line of progress when all is done."""
-        try:
-            yield
-        finally:
-            self.bar.close()
+    def __enter__(self) -> "Clock":
+        """Nothing: it is running."""
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        """Close the line of progress."""
+        self.bar.close()
 
     @contextmanager
     def stage(self, name: str, count: Callable[[], float] = lambda: 0) -> Iterator:
@@ -831,8 +832,8 @@ class Report:
         if mcse is None and relative is None:
             goal = self.job.goal._replace(seconds=seconds, gradients=gradients)
         task = Task(self.problem, self.transport, file, self.about)
-        with precision_of(self.problem):
-            return run_until_done(self.job._replace(goal=goal), task, Clock())
+        with precision_of(self.problem), Clock() as clock:
+            return run_until_done(self.job._replace(goal=goal), task, clock)
 
 
 # The format of the files.
@@ -1115,8 +1116,6 @@ def run_until_done(job: Any, task: Task, clock: Clock) -> Report:
         if len(job.draws) < 2:
             raise
         task.save(now())
-    finally:
-        clock.bar.close()
     return make_report(now(), task)
 
 
@@ -1211,6 +1210,11 @@ def read_same_job(path: str | Path, about: dict, transport: Any) -> tuple[Any, A
     if job.transport is None and transport is None:
         raise ValueError(f"{path} was run with a map of your own: give it again")
     return job, job.transport if transport is None else transport
+
+
+def few_threads(dim: int) -> Any:
+    """A context for linear algebra: threads pay only for large matrices."""
+    return threadpool_limits(None if dim > 300 else 1, "blas")
 
 
 def take_up(task: Task) -> tuple[Any, Task]:
@@ -1310,7 +1314,7 @@ def estimate(
     clock, key = Clock(), as_key(key)
     import_early("scipy.stats.qmc")
     given = as_model(model, position)
-    with jax.enable_x64(wants_double(given, dtype)), clock.closing():
+    with jax.enable_x64(wants_double(given, dtype)), clock, few_threads(given.dim):
         with clock.stage("compiling"):
             problem = make_problem(given, statistics)
         goal = make_goal(problem, mcse, relative, seconds, gradients)

@@ -806,10 +806,12 @@ def widen_map(transport: Affine, points: Points) -> Affine:
     return Affine(shift, wider * transport.scale @ root)
 
 
-def improve_gaussian(evaluate: Evaluator, start: Affine, seed: Any) -> Gaussian:
+def improve_gaussian(
+    evaluate: Evaluator, start: Affine, seed: Any
+) -> tuple[Gaussian, Points]:
     """The best Gaussian that rounds of improvement find from a start."""
     rng, dim = np.random.default_rng(seed), start.shift.size
-    number = int(2 ** np.ceil(np.log2(np.clip(8 * dim, 4096, 8192))))
+    number = int(2 ** np.ceil(np.log2(np.clip(8 * dim, 1024, 8192))))
     points = evaluate(start, mirrored_normal(rng, number, dim))
     best, rate = assess_map(start, points), 1.0
     for _ in range(MOST_ROUNDS):
@@ -823,19 +825,31 @@ def improve_gaussian(evaluate: Evaluator, start: Affine, seed: Any) -> Gaussian:
             break
         else:
             rate /= 4
+    return best, points
+
+
+def widen_gaussian(evaluate: Evaluator, best: Gaussian, seed: Any) -> Gaussian:
+    """A Gaussian that covers the posterior, if that is better than the best inside."""
+    rng, dim = np.random.default_rng(seed), best.transport.shift.size
+    number = max(4096, 2 ** int(np.ceil(np.log2(8 * dim))))
+    points = evaluate(best.transport, mirrored_normal(rng, number, dim))
+    best = assess_map(best.transport, points)
+    if best.efficiency * number < 20 * dim:
+        return best
     wide = widen_map(best.transport, finite_points(points))
-    found = assess_map(wide, evaluate(wide, mirrored_normal(rng, number, dim)))
+    found = assess_map(wide, evaluate(wide, mirrored_normal(rng, 1024, dim)))
     small_k = found.pareto_k <= max(best.pareto_k, 0.5)
-    if small_k and found.efficiency > 0.8 * best.efficiency:
-        best = found
-    return best._replace(transport=triangular(best.transport))
+    return found if small_k and found.efficiency > 0.8 * best.efficiency else best
 
 
 def fit_gaussian(evaluate: Evaluator, position: ArrayLike, seed: Any) -> Gaussian:
     """The best Gaussian near a mode; in very many dimensions, one at the position."""
     start = np.asarray(position, np.float64)
     if start.size <= LARGEST_LAPLACE:
-        return improve_gaussian(evaluate, find_mode(evaluate, start)[0], seed)
+        mode = find_mode(evaluate, start)[0]
+        best, _ = improve_gaussian(evaluate, mode, seed)
+        found = widen_gaussian(evaluate, best, seed)
+        return found._replace(transport=triangular(found.transport))
     unit = unit_map(start)
     draws = mirrored_normal(np.random.default_rng(seed), 1024, start.size)
     return assess_map(unit, evaluate(unit, draws))
