@@ -163,7 +163,7 @@ def random_walk(step_size: float) -> Sampler:
     return lambda logdensity: blackjax.additive_step_random_walk(logdensity, move)
 
 
-def compiled(owner: Callable, name: Any, make: Callable[[], Callable]) -> Callable:
+def compiled(owner: Callable, name: Any, make: Callable[[], Any]) -> Any:
     """What ``make()`` returns, kept by the function ``owner`` under a name.
 
     A program that is compiled for a sampler is kept as long as the sampler, and no

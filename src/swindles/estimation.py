@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from blackjax.mcmc.hmc import HMCState
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
@@ -48,6 +48,7 @@ from swindles.importance import (
     SEQUENCES,
     Weighted,
     beyond_reach,
+    heavy_statistics,
     largest_jump,
     other_mode,
     weigh_more,
@@ -124,7 +125,8 @@ class Clock:
 
     def __init__(self) -> None:
         """Start it."""
-        self.begin, self.stages = time.perf_counter(), {}
+        self.begin = time.perf_counter()
+        self.stages: dict[str, Stage] = {}
         self.bar = tqdm(total=100, delay=2, leave=False)
 
     @property
@@ -164,10 +166,12 @@ class Findings(NamedTuple):
         The largest jump of the log density; infinite if it is cut off.
     other_mode
         How far off another mode is; infinite if none was found.
+    heavy
+        Which statistics have tails too heavy for an error.
 
     Examples
     --------
-    >>> Findings(pareto_k=0.3, efficiency=0.9, jump=0.0, other_mode=np.inf).jump
+    >>> Findings(0.3, 0.9, jump=0.0, other_mode=np.inf, heavy=np.zeros(2, bool)).jump
     0.0
     """
 
@@ -175,6 +179,7 @@ class Findings(NamedTuple):
     efficiency: float
     jump: float
     other_mode: float
+    heavy: Bool[np.ndarray, " statistics"]
 
 
 def inspect_posterior(key: Array, evaluate: Evaluator, found: Gaussian) -> Findings:
@@ -182,7 +187,8 @@ def inspect_posterior(key: Array, evaluate: Evaluator, found: Gaussian) -> Findi
     rng = np.random.default_rng(key_seed(key, 2))
     jump = largest_jump(rng, evaluate, found.transport)
     away = other_mode(rng, evaluate, found.transport)
-    return Findings(found.pareto_k, found.efficiency, jump, away)
+    heavy = heavy_statistics(rng, evaluate, found.transport)
+    return Findings(found.pareto_k, found.efficiency, jump, away, heavy)
 
 
 class PointJob(NamedTuple):
@@ -197,7 +203,10 @@ class PointJob(NamedTuple):
     findings: Findings
     stages: dict[str, Stage]
 
-    scheme = "importance"
+    @property
+    def scheme(self) -> str:
+        """What it is called."""
+        return "importance"
 
     @property
     def gradients(self) -> float:
@@ -261,15 +270,14 @@ MOST_PAIRS = 2**13
 
 
 def first_points(
-    key: Array,
+    request: Any,
     evaluate: Evaluator,
     found: Gaussian,
-    goal: Goal,
     findings: Findings,
     own: bool,
 ) -> PointJob:
     """A job with a first block of points; ``own`` says whose the map is."""
-    dim, seed = evaluate.dim, key_seed(key, 3)
+    dim, goal, seed = evaluate.dim, request.goal, key_seed(request.key, 3)
     wanted = min(5e6 / dim, goal.gradients or np.inf) / (2 * SEQUENCES)
     pairs = int(2 ** np.clip(np.floor(np.log2(wanted)), 6, 9))
     order = affordable_order(dim, 3 * SEQUENCES * pairs)
@@ -286,12 +294,14 @@ def first_points(
 LEAST_EFFICIENCY = 0.05
 
 
-def why_chains(job: PointJob, clock: Clock) -> str:
+def why_chains(job: Any, clock: Clock, request: Any) -> str:
     """Why points of the map will not do, in words; empty if they will."""
+    if request is None or request.scheme or not isinstance(job, PointJob):
+        return ""
     run, findings, goal = job.run, job.findings, job.goal
     estimate = job.estimate()
     errors = goal.errors(np.sqrt(estimate.variance))
-    spent = clock.stages["importance"].seconds
+    spent = max(clock.stages["importance"].seconds, 1e-3)
     with np.errstate(divide="ignore", invalid="ignore"):
         longer = np.nanmax((estimate.mcse / errors) ** 2, initial=0.0) * spent
     if findings.other_mode < np.inf:
@@ -508,14 +518,20 @@ def chain_warnings(job: Job) -> list[str]:
     return found
 
 
-def mode_warnings(findings: Findings) -> list[str]:
-    """What the climbers found, in words."""
-    if findings.other_mode == np.inf:
-        return []
-    return [
-        f"another mode was found, {findings.other_mode:.0f} standard deviations away, "
-        "and its share of the posterior is not known: start there, too, and compare"
-    ]
+def posterior_warnings(findings: Findings) -> list[str]:
+    """What speaks against any answer on this posterior, in words."""
+    found = []
+    if findings.other_mode < np.inf:
+        found.append(
+            f"another mode was found, {findings.other_mode:.0f} standard deviations "
+            "away, and its share of the posterior is not known: start there, too"
+        )
+    if findings.heavy.any():
+        found.append(
+            f"the density's tails are too heavy for {findings.heavy.sum()} statistics: "
+            "they have no variance, or hardly one, and so no error"
+        )
+    return found
 
 
 def point_warnings(job: PointJob) -> list[str]:
@@ -559,9 +575,7 @@ def point_notes(job: PointJob, estimate: Estimate) -> list[str]:
     """What is good to know of weighted points, in words."""
     found = jump_note(job.findings)
     if (estimate.mcse < 1.5 * job.run.rounding).any():
-        found.append(
-            'some errors are those of the arithmetic: dtype="float64" may help'
-        )
+        found.append('some errors are of the arithmetic: dtype="float64" may help')
     if (job.beyond > 0.7 * estimate.mcse).any():
         found.append("some errors are those of tails that no point has reached")
     return found
@@ -571,17 +585,16 @@ def job_notes(job: Job, estimate: Estimate) -> list[str]:
     """What is good to know, in words."""
     found, plan = jump_note(job.findings), job.plan
     if (estimate.mcse < 1.5 * plan.rounding).any():
-        found.append(
-            'some errors are those of the arithmetic: dtype="float64" may help'
-        )
+        found.append('some errors are of the arithmetic: dtype="float64" may help')
     if (estimate.mcse < 1.5 * np.sqrt(plan.shared_variance)).any():
         found.append(
             "some errors are those of the control's mean, and stay as they are"
         )
-    if job.findings.pareto_k > GOOD_K:
+    k = job.findings.pareto_k
+    if k > GOOD_K:
         found.append(
-            f"the posterior is far from the map (Pareto k {job.findings.pareto_k:.1f}): "
-            "a flow may help, see swindles.neutra.fit_flow"
+            f"the posterior is far from the map (Pareto k {k:.1f}): a flow may help, "
+            "see swindles.neutra.fit_flow"
         )
     if job.stuck:
         found.append(f"{job.stuck} chains were stuck at their start and began anew")
@@ -793,8 +806,8 @@ class Report:
     def to_arviz(self) -> Any:
         """Draws of the constrained values, for ArviZ.
 
-        They are few: 32 at most from each chain, or a thousand weighted points. The report's own numbers, which use
-        every step, are in the group's attributes.
+        They are few: 32 at most from each chain, or a thousand weighted points. The
+        report's own numbers are in the group's attributes.
         """
         if self.problem is None:
             raise ValueError("a report without a model has no names for its draws")
@@ -956,14 +969,15 @@ class Task(NamedTuple):
 
 def all_warnings(job: Job | PointJob, found: Estimate) -> list[str]:
     """What speaks against a job, as far as it can be told without the model."""
-    own = chain_warnings if isinstance(job, Job) else point_warnings
-    return found.warnings() + own(job) + mode_warnings(job.findings)
+    own = chain_warnings(job) if isinstance(job, Job) else point_warnings(job)
+    return found.warnings() + own + posterior_warnings(job.findings)
 
 
 def all_notes(job: Job | PointJob, found: Estimate) -> list[str]:
     """What is good to know of a job."""
-    notes = job_notes if isinstance(job, Job) else point_notes
-    return notes(job, found)
+    if isinstance(job, Job):
+        return job_notes(job, found)
+    return point_notes(job, found)
 
 
 def make_report(job: Job | PointJob, task: Task) -> Report:
@@ -1017,64 +1031,69 @@ def make_job(
     )
 
 
-def map_stage(key: Array, evaluate: Evaluator, task: Task, num_chains: int) -> Gaussian:
+class Request(NamedTuple):
+    """How a user wants it done."""
+
+    key: Any
+    goal: Goal
+    scheme: str | None
+    num_chains: int
+
+
+def map_stage(request: Request, evaluate: Evaluator, task: Task) -> Gaussian:
     """A map for the task, or how good its own one is."""
     if task.transport is None:
-        return find_map(key, task.problem, num_chains, evaluate)
+        return find_map(request.key, task.problem, request.num_chains, evaluate)
     unit = unit_map(np.zeros(evaluate.dim))
-    rng = np.random.default_rng(key_seed(key))
+    rng = np.random.default_rng(key_seed(request.key))
     return assess_map(unit, evaluate(unit, mirrored_normal(rng, 4096, evaluate.dim)))
 
 
-def set_up(
-    key: Array,
-    goal: Goal,
-    task: Task,
-    scheme: str | None,
-    num_chains: int,
-    clock: Clock,
-) -> tuple[Job | PointJob, Task]:
+def set_up(request: Request, task: Task, clock: Clock) -> tuple[Job | PointJob, Task]:
     """Find a map, and weigh points of it; if that will not do, choose a scheme."""
-    own, reason = task.transport is not None, f"as {scheme!r} was asked for"
+    own, scheme = task.transport is not None, request.scheme
     space = task.problem.through(task.transport) if own else task.problem
-    evaluate = space.evaluator()
+    evaluate, reason = space.evaluator(), f"{scheme} was asked for"
     with clock.stage("map", lambda: evaluate.gradients):
-        found = map_stage(key, evaluate, task, num_chains)
-        findings = inspect_posterior(key, evaluate, found)
+        found = map_stage(request, evaluate, task)
+        findings = inspect_posterior(request.key, evaluate, found)
     inner = Affine(*(jnp.asarray(x, evaluate.dtype) for x in found.transport))
     task = task if own else task._replace(transport=inner)
-    hopeless = scheme is None and not found.pareto_k <= 1
-    if scheme in (None, "importance") and not hopeless:
+    poor = not found.pareto_k <= 1 and scheme is None
+    if scheme in (None, "importance") and not poor:
         with clock.stage("importance", lambda: evaluate.gradients):
-            job = first_points(key, evaluate, found, goal, findings, own)
-        reason = why_chains(job, clock)
-        if scheme or not reason:
+            job = first_points(request, evaluate, found, findings, own)
+        reason = why_chains(job, clock, request)
+        if not reason:
             return job, task
-    if hopeless:
-        reason = f"the map is poor: Pareto k is {found.pareto_k:.1f}"
-    names = list(CANDIDATES) if scheme is None else [scheme]
-    if findings.jump:
-        names = [name for name in names if not SCHEMES[name].stein] or ["plain"]
-    return chain_job(key, goal, task, names, num_chains, findings, reason, clock), task
+    if poor:
+        reason = f"the map is poor, Pareto k is {found.pareto_k:.1f}"
+    return chain_job(request, task, findings, reason, clock), task
 
 
 def chain_job(
-    key: Array,
-    goal: Goal,
-    task: Task,
-    names: list[str],
-    num_chains: int,
-    findings: Findings,
-    reason: str,
-    clock: Clock,
+    request: Request, task: Task, findings: Findings, reason: str, clock: Clock
 ) -> Job:
     """Choose among schemes in a pilot run, and make an empty job."""
-    keys = jax.random.split(key, 3)
-    latent = task.problem.through(task.transport)
+    key, goal, scheme, num_chains = request
+    names = list(CANDIDATES) if scheme is None else [scheme]
+    if findings.jump:
+        names = [name for name in names if not SCHEMES[name].stein] or ["plain"]
+    keys, latent = jax.random.split(key, 3), task.problem.through(task.transport)
     with clock.stage("pilot"):
         choice = choose_scheme(keys[1], latent, goal.errors, num_chains, names)
     job = make_job(keys[2], choice, goal, task.transport, findings, reason)
     return Engine(job, latent).begin(job)
+
+
+def begin_blocks(job: Any, clock: Clock) -> tuple[float, bool, Any]:
+    """Gradients spent in an earlier call, whether all is done, and the job."""
+    if len(job.draws) < 2:
+        return 0.0, False, job
+    found = job.estimate()
+    if len(job.history):
+        return job.gradients, is_reached(job, found), job
+    return 0.0, is_reached(job, found), add_history(job, found, clock.seconds)
 
 
 def make_engine(job: Job | PointJob, task: Task) -> Engine | PointEngine:
@@ -1086,15 +1105,16 @@ def make_engine(job: Job | PointJob, task: Task) -> Engine | PointEngine:
     return PointEngine(job, space)
 
 
-def run_until_done(job: Any, task: Task, clock: Clock) -> Report:
-    """Take blocks until the goal is reached or the budget is spent."""
+def run_until_done(
+    job: Any, task: Task, clock: Clock, request: Request | None = None
+) -> Report:
+    """Take blocks until the goal is reached or the budget is spent.
+
+    Where weighted points turn out not to do, a request leaves room for chains.
+    """
     engine, saved, earlier = make_engine(job, task), -np.inf, job.stages
     name = "sampling" if isinstance(job, Job) else "importance"
-    spent, rows = job.gradients if len(job.history) else 0.0, len(job.draws)
-    found = job.estimate() if rows > 1 else None
-    if found is not None and not len(job.history):
-        job = add_history(job, found, clock.seconds)
-    done = found is not None and is_reached(job, found)
+    spent, done, job = begin_blocks(job, clock)
 
     def now() -> Any:
         return job._replace(stages=add_stages(earlier, clock.stages))
@@ -1105,6 +1125,10 @@ def run_until_done(job: Any, task: Task, clock: Clock) -> Report:
             with clock.stage(name, lambda: engine.gradients):
                 job = engine.add_block(job)
                 found = job.estimate()
+            reason = why_chains(job, clock, request)
+            if request and reason:
+                other = chain_job(request, task, job.findings, reason, clock)
+                return run_until_done(other, task, clock)
             job = add_history(job, found, clock.seconds)
             over = job.goal.is_spent(clock.seconds, job.gradients - spent)
             done = is_reached(job, found) or (over and len(job.draws) > 3)
@@ -1217,10 +1241,12 @@ def few_threads(dim: int) -> Any:
     return threadpool_limits(None if dim > 300 else 1, "blas")
 
 
-def take_up(task: Task) -> tuple[Any, Task]:
-    """The job in the task's file, and the task with its map."""
-    job, to_x = read_same_job(str(task.file), task.about, task.transport)
-    return job, task._replace(transport=to_x)
+def take_up_or_set_up(request: Request, task: Task, clock: Clock) -> tuple[Any, Task]:
+    """The job in the task's file, or a new one; and the task with its map."""
+    if not (task.file and Path(task.file).exists()):
+        return set_up(request, task, clock)
+    job, to_x = read_same_job(task.file, task.about, task.transport)
+    return job._replace(goal=request.goal), task._replace(transport=to_x)
 
 
 def import_early(name: str) -> None:
@@ -1238,13 +1264,15 @@ def wants_double(model: Model, dtype: str | None) -> bool:
     if dtype not in (None, "float32", "float64"):
         raise ValueError(f'dtype is {dtype!r}: say "float32" or "float64"')
     if dtype is not None or jax.default_backend() != "cpu":
-        return dtype == "float64" or (dtype is None and jax.config.jax_enable_x64)
+        return dtype == "float64" or (
+            dtype is None and bool(jax.config.read("jax_enable_x64"))
+        )
     try:
         with jax.enable_x64(True):
             kind = jax.eval_shape(model.logdensity, as_floats(model.position)).dtype
         return kind == np.float64
     except Exception:  # types that do not go together, say; make_problem tells
-        return bool(jax.config.jax_enable_x64)
+        return bool(jax.config.read("jax_enable_x64"))
 
 
 def estimate(
@@ -1321,10 +1349,9 @@ def estimate(
         check_options(scheme, chains, problem.dim)
         options = {"chains": chains, "scheme": scheme, "key": key_seed(key)}
         task = Task(problem, transport, file, describe_problem(problem) | options)
-        settings = goal, task, scheme, chains, clock
-        again = file and Path(file).exists()
-        job, task = take_up(task) if again else set_up(key, *settings)
-        return run_until_done(job._replace(goal=goal), task, clock)
+        request = Request(key, goal, scheme, chains)
+        job, task = take_up_or_set_up(request, task, clock)
+        return run_until_done(job, task, clock, request)
 
 
 def load(

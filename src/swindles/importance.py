@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from scipy.special import gammainccinv, gammaln, ndtri
 
 from swindles.accuracy import Estimate, beyond_chance
@@ -254,6 +254,15 @@ def draw_points(
     return evaluate(transport, np.concatenate([z, -z]))
 
 
+def drop_impossible(points: Points) -> Points:
+    """Points with zeros for values and scores where the density is zero."""
+    possible = points.logdensity > -np.inf
+    if not np.isfinite(points.values[possible]).all():
+        raise ValueError("a statistic is not finite at a point that the map reaches")
+    score, values = (np.where(possible[:, None], x, 0.0) for x in points[2:])
+    return points._replace(score=score, values=values)
+
+
 def resample(
     rng: np.random.Generator, points: Points, rows: int = 8, chains: int = 128
 ) -> Float[np.ndarray, "rows chains dim"]:
@@ -299,9 +308,8 @@ def weigh_points(
     """
     rng = np.random.default_rng(seed)
     points = draw_points(rng, evaluate, transport, pairs, draw)
+    points = drop_impossible(points)
     log_weights = points.log_weights
-    if not np.isfinite(points.values).all():
-        raise ValueError("a statistic is not finite at a point that the map reaches")
     peak = float(np.nanmax(log_weights))
     weights = np.exp(log_weights - peak)
     center = weights @ points.values / weights.sum()
@@ -310,13 +318,16 @@ def weigh_points(
     widths = [int((orders <= last).sum()) for last in np.unique(orders)]
     rest, beta = cross_fit(rows, widths)
     sums = sequence_sums(rows, rest)
-    numbers = pairs, pareto_k(log_weights), weight_efficiency(log_weights)
-    each = (np.array([number]) for number in numbers)
+    k, worth = pareto_k(log_weights), weight_efficiency(log_weights)
+    numbers = np.array([pairs]), np.array([k]), np.array([worth])
     size = np.sqrt((points.values**2).mean(0)) + np.abs(
         np.sqrt((rows.features**2).mean(0)) @ np.abs(beta)
     )
-    rounding, draws = evaluate.eps * size, resample(rng, points)
-    return Weighted(order, beta, center, peak, *sums, *each, draws, rounding)
+    spread = np.sqrt(np.maximum(weights @ points.values**2 / weights.sum(), 0))
+    noise = np.abs(points.logdensity[weights > 0]).mean() / np.sqrt(len(weights))
+    rounding, draws = evaluate.eps * (size + noise * spread), resample(rng, points)
+    first = order, beta, center, peak
+    return Weighted(*first, *sums, *numbers, draws, rounding)  # type: ignore
 
 
 def sequence_sums(rows: WeightedPairs, rest: np.ndarray) -> list[np.ndarray]:
@@ -350,7 +361,7 @@ def weigh_more(
     sums, weights = [], []
     for _ in range(SEQUENCES):
         z = sobol_normal(rng, pairs, dim)
-        points = evaluate(transport, np.concatenate([z, -z]))
+        points = drop_impossible(evaluate(transport, np.concatenate([z, -z])))
         rows = weigh_pairs(points, run.order, run.center, run.peak)
         rest = rows.values - rows.features @ run.beta
         parts = rows.weight[:, None], rows.values, rest, rows.square
@@ -429,7 +440,8 @@ def other_mode(
         far = np.linalg.norm(z, axis=-1)
         return np.where(far < 3 + np.sqrt(dim), np.inf, far)
 
-    matters = found.logdensity > max(origin, found.logdensity.max()) - LOW_MODE
+    top = found.logdensity.max(initial=origin)
+    matters = found.logdensity > top - LOW_MODE
     rest = found.z[matters & np.isfinite(away(found.z))]
     if dim > LARGEST_LAPLACE or not len(rest):
         return float(away(rest).min(initial=np.inf))
@@ -533,3 +545,38 @@ def beyond_reach(
     pairs = (share[:, None] * rest).reshape(2, PLACES, RAYS, -1).mean(0)
     inner = np.abs(pairs).mean(1)
     return np.trapezoid(inner, np.log(radius), axis=0)
+
+
+def heavy_statistics(
+    rng: np.random.Generator, evaluate: Evaluator, transport: Affine
+) -> Bool[np.ndarray, " statistics"]:
+    """Which statistics have no variance, or hardly one, by the tails of the density.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax import enable_x64
+    >>> from swindles.transport import unit_map
+    >>> def cauchy(x):
+    ...     return -jnp.log1p(x[0] ** 2)
+    >>> def statistic(x):
+    ...     return jnp.concatenate([jnp.arctan(x), jnp.sqrt(jnp.abs(x)), x])
+    >>> with enable_x64(True):
+    ...     evaluate, rng = Evaluator(cauchy, 1, statistic), np.random.default_rng(0)
+    ...     heavy_statistics(rng, evaluate, unit_map([0])).tolist()
+    [False, True, True]
+    """
+    dim = np.size(transport.shift)
+    ways = rng.normal(size=(RAYS, dim))
+    ways /= np.linalg.norm(ways, axis=1, keepdims=True)
+    radii = np.sqrt(dim) * np.array([100.0, 400.0])
+    found = evaluate(transport, np.concatenate([radius * ways for radius in radii]))
+    power = -(found.z * found.score).sum(1).reshape(2, RAYS) - dim
+    with np.errstate(all="ignore"):
+        possible = np.isfinite(found.logdensity).reshape(2, RAYS) & np.isfinite(power)
+        flat = possible.all(0) & (np.abs(power[1] - power[0]) < 0.2)
+        size = np.abs(found.values.reshape(2, RAYS, -1))
+        growth = np.log(size[1] / size[0]) / np.log(4)
+    growth = np.where(np.isfinite(growth), growth, 0.0)
+    least = 2 * growth + 0.5 * (growth > 0.1)
+    return (flat[:, None] & (power[1][:, None] < least)).any(0)

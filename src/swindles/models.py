@@ -366,14 +366,14 @@ def make_problem(
     leaves, structure = jax.tree.flatten(position)
     kinds = structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
     statistics = statistics or same_values
-    functions = compiled(
+    logdensity, statistic, constrain, shapes = compiled(
         model.logdensity,
         ("problem", statistics, model.constrain, kinds),
         lambda: problem_functions(model, statistics, position),
     )
-    vector = np.concatenate([np.ravel(leaf) for leaf in leaves])
-    shapes = functions[-1]
-    problem = Problem(*functions[:3], jnp.asarray(vector), name_numbers(shapes), shapes)
+    vector = jnp.asarray(np.concatenate([np.ravel(leaf) for leaf in leaves]))
+    names = name_numbers(shapes)
+    problem = Problem(logdensity, statistic, constrain, vector, names, shapes)
     if not problem.names:
         raise ValueError("the statistic returns nothing: return one number or more")
     check_values(problem, name_numbers(position))

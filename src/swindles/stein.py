@@ -17,8 +17,10 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 
 
 def stein_features(
-    z: Float[Array, "*any dim"], score: Float[Array, "*any dim"], order: Order
-) -> Float[Array, "*any features"]:
+    z: Float[Array | np.ndarray, "*any dim"],
+    score: Float[Array | np.ndarray, "*any dim"],
+    order: Order,
+) -> Float[Any, "*any features"]:
     """The features of polynomials up to an order.
 
     Examples

@@ -102,10 +102,10 @@ class Affine(NamedTuple):
     ([2.0, 3.0], [0.0, 0.0])
     """
 
-    shift: Float[Array, " dim"]
-    scale: Float[Array, "dim dim"] | Float[Array, " dim"]
+    shift: Float[Array | np.ndarray, " dim"]
+    scale: Float[Array | np.ndarray, "dim dim"] | Float[Array | np.ndarray, " dim"]
 
-    def __call__(self, z: Float[Array, " dim"]) -> Float[Array, " dim"]:
+    def __call__(self, z: Float[Any, " dim"]) -> Float[Any, " dim"]:
         """Map z to x."""
         full = self.scale.ndim == 2
         return self.shift + (self.scale @ z if full else self.scale * z)
@@ -656,8 +656,8 @@ def pareto_shape(excess: Float[np.ndarray, " draws"]) -> float:
 def pareto_k(weights: Float[np.ndarray, " draws"]) -> float:
     """Pareto k of log weights; below 0.7 their tail can be trusted.
 
-    It is infinite when a weight is not finite or when almost all of them vanish beside
-    the largest, and minus infinity when the largest are all the same.
+    It is infinite when a log weight is NaN or infinite, or when almost all weights
+    vanish beside the largest, and minus infinity when the largest are all the same.
 
     Examples
     --------
@@ -667,12 +667,12 @@ def pareto_k(weights: Float[np.ndarray, " draws"]) -> float:
     (inf, -inf)
     """
     weights = np.asarray(weights, np.float64)
-    if not np.isfinite(weights).all():
+    if not (weights < np.inf).all() or not np.isfinite(weights.max()):
         return np.inf
     weights = np.sort(weights - weights.max())
     number = weights.size
     size = int(3 * np.sqrt(number)) if number > 225 else number // 5
-    if np.ptp(weights) < 1e-4 or weights[-size] == 0:  # the same, but for rounding
+    if weights[-size] > -1e-4:  # the same, but for rounding
         return -np.inf
     if weights[-size] < -500:  # exp would underflow
         return np.inf
@@ -716,7 +716,7 @@ def weight_efficiency(log_weights: Float[np.ndarray, " points"]) -> float:
     >>> round(weight_efficiency(np.log(np.array([1.0, 1.0, 0.0 + 1e-9]))), 2)
     0.67
     """
-    if not np.isfinite(log_weights).all():
+    if not (log_weights < np.inf).all() or not np.isfinite(log_weights.max()):
         return 0.0
     weights = np.exp(log_weights - log_weights.max())
     return float(weights.sum() ** 2 / (weights**2).sum() / weights.size)
@@ -847,7 +847,10 @@ def fit_gaussian(evaluate: Evaluator, position: ArrayLike, seed: Any) -> Gaussia
     start = np.asarray(position, np.float64)
     if start.size <= LARGEST_LAPLACE:
         mode = find_mode(evaluate, start)[0]
-        best, _ = improve_gaussian(evaluate, mode, seed)
+        try:
+            best, _ = improve_gaussian(evaluate, mode, seed)
+        except ValueError:  # flat, and then cut off
+            best, _ = improve_gaussian(evaluate, unit_map(start), seed)
         found = widen_gaussian(evaluate, best, seed)
         return found._replace(transport=triangular(found.transport))
     unit = unit_map(start)
