@@ -100,8 +100,8 @@ def short_chains(problem: Problem) -> Callable:
     return jax.jit(sample)
 
 
-# Up to this Pareto k, a fitted Gaussian is used as it is.
-GOOD_K = 0.7
+# Up to this Pareto k, and from this worth of the weights on, a Gaussian will do.
+GOOD_K, LEAST_EFFICIENCY = 0.7, 0.05
 # Up to this dimension, a map learned from chains has a full covariance.
 FULL_MAP = 100
 
@@ -169,7 +169,7 @@ def find_map(
     """
     evaluate = evaluate or problem.evaluator()
     found = fit_gaussian(evaluate, problem.position, key_seed(key))
-    if found.pareto_k <= GOOD_K:
+    if found.pareto_k <= GOOD_K and found.efficiency >= LEAST_EFFICIENCY:
         return found
     rng = np.random.default_rng(key_seed(key, 1))
     draws = mirrored_normal(rng, 1024, problem.dim)

@@ -38,6 +38,7 @@ from swindles.antithetic import Sums, fold_series
 from swindles.choice import (
     CANDIDATES,
     GOOD_K,
+    LEAST_EFFICIENCY,
     Choice,
     choose_scheme,
     find_map,
@@ -288,10 +289,6 @@ def first_points(
     kept = None if own else found.transport
     history = np.zeros((0, 4))
     return PointJob(goal, kept, seed, run, beyond, history, findings, {})
-
-
-# Weights that are worth less than this are left to chains.
-LEAST_EFFICIENCY = 0.05
 
 
 def why_chains(job: Any, clock: Clock, request: Any) -> str:
@@ -1059,7 +1056,7 @@ def set_up(request: Request, task: Task, clock: Clock) -> tuple[Job | PointJob, 
         findings = inspect_posterior(request.key, evaluate, found)
     inner = Affine(*(jnp.asarray(x, evaluate.dtype) for x in found.transport))
     task = task if own else task._replace(transport=inner)
-    poor = not found.pareto_k <= 1 and scheme is None
+    poor = not (found.pareto_k <= 1 and found.efficiency > 0.01) and scheme is None
     if scheme in (None, "importance") and not poor:
         with clock.stage("importance", lambda: evaluate.gradients):
             job = first_points(request, evaluate, found, findings, own)
@@ -1067,7 +1064,7 @@ def set_up(request: Request, task: Task, clock: Clock) -> tuple[Job | PointJob, 
         if not reason:
             return job, task
     if poor:
-        reason = f"the map is poor, Pareto k is {found.pareto_k:.1f}"
+        reason = f"the map is poor, its weights are worth {found.efficiency:.1%}"
     return chain_job(request, task, findings, reason, clock), task
 
 

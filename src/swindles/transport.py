@@ -268,7 +268,8 @@ def curvature(evaluate: Evaluator, transport: Affine) -> Float[np.ndarray, "dim 
 def newton_step(evaluate: Evaluator, transport: Affine) -> tuple[Affine, float]:
     """Climb from the origin of a map: the map there, and the gain beyond rounding."""
     bend = curvature(evaluate, transport)
-    bend = np.where(np.isfinite(bend), bend, np.eye(len(bend)))
+    too_wide = not np.isfinite(bend).all()
+    bend = np.eye(len(bend)) if too_wide else bend
     sizes, axes = np.linalg.eigh(bend)
     sizes = np.abs(sizes).clip(1e-4, 1e12)
     here = evaluate(transport, np.zeros((1, len(bend))))
@@ -281,8 +282,9 @@ def newton_step(evaluate: Evaluator, transport: Affine) -> tuple[Affine, float]:
     gain -= 8 * evaluate.eps * abs(float(here.logdensity[0]))
     move = tried[best] if gain > 0 else np.zeros_like(way)
     shift = transport.shift + transport.scale @ move
-    scale = transport.scale @ (axes / np.sqrt(sizes)) @ axes.T
-    return Affine(shift, scale), gain
+    if too_wide:  # the units are, and no end of it
+        return Affine(shift, transport.scale / 100), np.inf
+    return Affine(shift, transport.scale @ (axes / np.sqrt(sizes)) @ axes.T), gain
 
 
 # Newton steps to take at the most, and the gain in nats that is not worth another.
@@ -698,7 +700,7 @@ def improve_map(transport: Affine, points: Points, rate: float = 1.0) -> Affine:
     number, dim = z.shape
     product = z.T @ residual / number
     noise = ((z**2).T @ residual**2 / number - product**2) / number
-    keep = np.maximum(1 - noise / np.maximum(product**2, 1e-300), 0)
+    keep = 1 - noise / np.maximum(product**2, noise + 1e-300)
     product = keep * product
     sizes, axes = np.linalg.eigh(np.eye(dim) - (product + product.T) / 2)
     sizes = sizes.clip(0.1, 10) ** rate  # a step of moderate length
@@ -798,7 +800,8 @@ def widen_map(transport: Affine, points: Points) -> Affine:
     mean = weights @ points.z
     excess = (points.z * weights[:, None]).T @ points.z - np.eye(mean.size)
     excess = excess - np.outer(mean, mean)
-    keep = np.maximum(1 - (weights**2).sum() / np.maximum(excess**2, 1e-300), 0)
+    noise = (weights**2).sum()
+    keep = 1 - noise / np.maximum(excess**2, noise)
     sizes, axes = np.linalg.eigh(np.eye(mean.size) + keep * excess)
     root = axes * np.sqrt(sizes.clip(0.1, 10)) @ axes.T
     wider = 1 + 0.15 / np.sqrt(mean.size)
