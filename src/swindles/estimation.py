@@ -311,7 +311,7 @@ def why_chains(job: Any, clock: Clock, request: Any) -> str:
         return "the Stein features do not average to zero"
     if not np.isfinite(estimate.mcse).all():
         return "an estimate from the points is not finite"
-    if longer > (goal.seconds or np.inf):
+    if longer > (goal.seconds or np.inf) and run.efficiency.min() < 0.3:
         return "weighted points would take too long"
     return ""
 

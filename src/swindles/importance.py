@@ -257,8 +257,6 @@ def draw_points(
 def drop_impossible(points: Points) -> Points:
     """Points with zeros for values and scores where the density is zero."""
     possible = points.logdensity > -np.inf
-    if not np.isfinite(points.values[possible]).all():
-        raise ValueError("a statistic is not finite at a point that the map reaches")
     score, values = (np.where(possible[:, None], x, 0.0) for x in points[2:])
     return points._replace(score=score, values=values)
 
@@ -395,7 +393,8 @@ def climb_from_afar(
         tried = evaluate(
             transport, now.z + move * np.minimum(1, reach / (length + 1e-300))
         )
-        gain = tried.logdensity - now.logdensity
+        with np.errstate(invalid="ignore"):
+            gain = tried.logdensity - now.logdensity
         better = gain > 0
         now = Points(
             *(
@@ -405,7 +404,8 @@ def climb_from_afar(
         )
         last = np.where(better, gain, last)
         size = np.where(better, 1.5 * size, 0.3 * size).clip(1e-8, 1e8)
-    still = (last < 0.1) & np.isfinite(now.logdensity)
+    flat = np.linalg.norm(now.score, axis=1) < 0.01
+    still = ((last < 0.1) | flat) & np.isfinite(now.logdensity)
     return Points(*(part[still] for part in now))
 
 
@@ -447,7 +447,8 @@ def other_mode(
         return float(away(rest).min(initial=np.inf))
     # A ridge is slow to climb: those that are farthest apart go on, to the end.
     some = rest[np.argsort(away(rest))[[0, -1]]]
-    ends = [find_mode(evaluate, transport(z), transport.scale)[0].shift for z in some]
+    start = (transport(z) for z in some)
+    ends = [find_mode(evaluate, x, transport.scale, 1)[0].shift for x in start]
     lower = np.linalg.solve(transport.scale, (np.array(ends) - transport.shift).T)
     return float(away(lower.T).min())
 

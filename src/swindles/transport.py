@@ -265,8 +265,13 @@ def curvature(evaluate: Evaluator, transport: Affine) -> Float[np.ndarray, "dim 
     return (slope + slope.T) / 2
 
 
-def newton_step(evaluate: Evaluator, transport: Affine) -> tuple[Affine, float]:
-    """Climb from the origin of a map: the map there, and the gain beyond rounding."""
+def newton_step(
+    evaluate: Evaluator, transport: Affine, longest: float = 64.0
+) -> tuple[Affine, float]:
+    """Climb from the origin of a map: the map there, and the gain beyond rounding.
+
+    ``longest`` is the longest step to try, in units of Newton's.
+    """
     bend = curvature(evaluate, transport)
     too_wide = not np.isfinite(bend).all()
     bend = np.eye(len(bend)) if too_wide else bend
@@ -275,7 +280,7 @@ def newton_step(evaluate: Evaluator, transport: Affine) -> tuple[Affine, float]:
     here = evaluate(transport, np.zeros((1, len(bend))))
     way = axes @ ((axes.T @ here.score[0]) / sizes)
     way = way / max(1.0, np.linalg.norm(way) / (100 * np.sqrt(way.size)))
-    tried = 2.0 ** (6 - np.arange(BATCH) / 2)[:, None] * way  # one of them is Newton's
+    tried = longest * 2.0 ** (-np.arange(BATCH) / 2)[:, None] * way
     found = evaluate(transport, tried).logdensity
     best = int(np.argmax(np.where(np.isfinite(found), found, -np.inf)))
     gain = float(found[best] - here.logdensity[0])
@@ -292,11 +297,14 @@ MOST_STEPS, LITTLE_GAIN = 60, 1e-6
 
 
 def find_mode(
-    evaluate: Evaluator, position: ArrayLike, scale: ArrayLike | None = None
+    evaluate: Evaluator,
+    position: ArrayLike,
+    scale: ArrayLike | None = None,
+    longest: float = 64.0,
 ) -> tuple[Affine, Float[np.ndarray, "dim dim"]]:
     """Climb to a mode: a map that is centred there, and the curvature in its space.
 
-    ``scale`` is a first guess of the units.
+    ``scale`` is a first guess of the units, ``longest`` is as in ``newton_step``.
     """
     start = np.asarray(position, np.float64)
     units = np.diag(np.abs(start).clip(1)) if scale is None else np.asarray(scale)
@@ -306,7 +314,7 @@ def find_mode(
             "the log density is not finite at the starting position: start elsewhere"
         )
     for _ in range(MOST_STEPS):
-        transport, gain = newton_step(evaluate, transport)
+        transport, gain = newton_step(evaluate, transport, longest)
         if not gain > LITTLE_GAIN:
             break
     return transport, curvature(evaluate, transport)
