@@ -854,7 +854,16 @@ def widen_gaussian(evaluate: Evaluator, best: Gaussian, seed: Any) -> Gaussian:
 
 
 def fit_gaussian(evaluate: Evaluator, position: ArrayLike, seed: Any) -> Gaussian:
-    """The best Gaussian near a mode; in very many dimensions, one at the position."""
+    """The best Gaussian near a mode; in very many dimensions, one at the position.
+
+    Examples
+    --------
+    >>> with jax.enable_x64(True):
+    ...     evaluate = Evaluator(lambda x: -jnp.sum(jnp.cosh(x - 1)), 2)
+    ...     found = fit_gaussian(evaluate, jnp.zeros(2), seed=0)
+    >>> found.transport.shift.round(1).tolist()
+    [1.0, 1.0]
+    """
     start = np.asarray(position, np.float64)
     if start.size <= LARGEST_LAPLACE:
         mode = find_mode(evaluate, start)[0]
