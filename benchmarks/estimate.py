@@ -162,6 +162,18 @@ CASES = {
 }
 
 
+def count_steps(report: Any) -> int:
+    """Steps of every chain; or weighted points, where there is no chain."""
+    if report.job.scheme == "importance":
+        return int(report.job.run.gradients)
+    return int(np.sum(report.job.run.rows.plus.steps))
+
+
+def all_seconds(report: Any) -> float:
+    """Seconds of a call, set-up included."""
+    return float(sum(stage.seconds for stage in report.job.stages.values()))
+
+
 def repeat(name: str, seed: int, truth: tuple[np.ndarray, np.ndarray]) -> list[dict]:
     """One call of `estimate`, as rows of a table."""
     case = CASES[name]
@@ -172,11 +184,11 @@ def repeat(name: str, seed: int, truth: tuple[np.ndarray, np.ndarray]) -> list[d
     about = {
         "model": name,
         "repeat": seed,
-        "scheme": report.job.plan.scheme,
+        "scheme": report.job.scheme,
         "reached": int(report.reached),
         "trusted": int(report.trusted),
-        "steps": int(np.sum(report.job.run.rows.plus.steps)),
-        "seconds": round(report.job.seconds, 2),
+        "steps": count_steps(report),
+        "seconds": round(all_seconds(report), 2),
     }
     made_by = provenance("numpyro")
     columns = zip(report.names, found.mean, found.mcse, sd, *truth, strict=True)
@@ -259,13 +271,13 @@ def race(name: str, seed: int, seconds: float) -> list[dict]:
                 "posterior": name,
                 "repeat": seed,
                 "asked": scheme or "",
-                "scheme": report.job.plan.scheme,
-                "steps": int(np.sum(report.job.run.rows.plus.steps)),
+                "scheme": report.job.scheme,
+                "steps": count_steps(report),
                 "setup": round(first, 2),
-                "seconds": round(report.job.seconds - first, 3),
+                "seconds": round(all_seconds(report) - first, 3),
                 "worst": error.max(),
                 "median": np.median(error),
-                "rhat": report.estimate.rhat.max(),
+                "rhat": np.nanmax(report.estimate.rhat, initial=1.0),
             }
             | provenance("numpyro")
         )

@@ -685,6 +685,7 @@ def go_on_with_a_copy(folder, number):
         gradients=budget(4).gradients,
         scheme="antithetic",
         chains=CHAINS,
+        dtype="float32",
         file=file,
     )
     assert found.job.run.steps == 40
@@ -943,7 +944,7 @@ def test_no_chain_is_run_where_none_is_needed():
         np.abs(found.estimate.mean - normal_truth()) < 4.5 * found.estimate.mcse
     ).all()
     assert found.estimate.ess.min() > 20 * found.job.gradients
-    assert list(found.job.stages) == ["compiling", "map", "importance"]
+    assert list(found.job.stages) == ["compiling", "map", "importance", "other"]
     assert "no chain" in str(found) and "compiling" in str(found)
     counted = sum(stage.gradients for stage in found.job.stages.values())
     assert counted > found.job.gradients > 0

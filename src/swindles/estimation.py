@@ -135,6 +135,11 @@ class Clock:
         """Since the start."""
         return time.perf_counter() - self.begin
 
+    def all_stages(self) -> dict[str, Stage]:
+        """The stages, and what is left of the time: they add up."""
+        rest = self.seconds - sum(stage.seconds for stage in self.stages.values())
+        return self.stages | {"other": Stage(rest, 0.0)}
+
     def __enter__(self) -> "Clock":
         """Nothing: it is running."""
         return self
@@ -1114,7 +1119,7 @@ def run_until_done(
     spent, done, job = begin_blocks(job, clock)
 
     def now() -> Any:
-        return job._replace(stages=add_stages(earlier, clock.stages))
+        return job._replace(stages=add_stages(earlier, clock.all_stages()))
 
     task.save(now())
     try:
