@@ -183,6 +183,7 @@ def curved(x):
     return -0.5 * (x[0] ** 2 + ((x[1] - x[0] ** 2) / 0.3) ** 2)
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_flow_fits_what_affine_maps_cannot():
     schedule = Schedule(num_steps=3000, batch=128, learning_rate=1e-2)
