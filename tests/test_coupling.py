@@ -74,6 +74,7 @@ def starts(chains=CHAINS, dim=DIM):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.optimised
 def test_marginal_chains_are_bitwise_plain_blackjax(name, monkeypatch):
     """A loop written with BlackJAX alone, one density at a time.
 
