@@ -98,7 +98,6 @@ def test_without_mirrored_starts_the_deviation_decays_geometrically():
 
 
 @pytest.mark.slow
-@pytest.mark.optimised
 def test_marginal_chains_are_bitwise_plain_blackjax():
     """X+ is the chain on P, X- that on the mirrored density, negated."""
     algorithm, x = antithetic(hmc(0.9, 2), skewed), normal((8, 2))

@@ -14,6 +14,8 @@ import pytest
 from experiments import SamplerJob, Size
 from pipeline import ORIGIN, as_table, by_repeat, read_rows, where
 
+pytestmark = pytest.mark.optimised  # posteriors with data: long runs
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "book" / "results"
 OTHER = 100  # a repeat that no table has

@@ -291,9 +291,17 @@ def test_sparse_regression():
     problem = make_problem(target).through(to_x)
     expectation = reference_mean(KEY, problem, 1_000_000)
     ess = {}
-    for scheme in ("cva", "cva+stein"):
+    for scheme, warmup in (("cva", 100), ("cva+stein", 400)):
         sums, result = learned_and_estimated(
-            KEY, scheme, hmc(0.2, 5), problem, 64, 200, 400, expectation, order="full"
+            KEY,
+            scheme,
+            hmc(0.2, 5),
+            problem,
+            64,
+            200,
+            warmup,
+            expectation,
+            order="full",
         )
         ess[scheme] = np.median(per_step(result))
     assert ess["cva+stein"] >= SPARSE_GAIN * ess["cva"], ess
