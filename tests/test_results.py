@@ -14,8 +14,6 @@ import pytest
 from experiments import SamplerJob, Size
 from pipeline import ORIGIN, as_table, by_repeat, read_rows, where
 
-pytestmark = pytest.mark.optimised  # posteriors with data: long runs
-
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "book" / "results"
 OTHER = 100  # a repeat that no table has
@@ -88,6 +86,7 @@ def replay_efficiency(name, job, size):
     return new
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_efficiency_of_hmc():
     job = SamplerJob("logistic", "hmc", "cva", "tuned", OTHER)
@@ -108,6 +107,7 @@ def test_efficiency_of_mala():
     replay_efficiency("laptop/efficiency.csv.bz2", job, Size(64, 400, 1))
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_efficiency_of_many_chains():
     job = SamplerJob("item", "hmc", "control", "published", OTHER)
@@ -162,6 +162,7 @@ def test_traces():
         assert min(rho) > 0.9 and abs(rho[0] - rho[1]) < 0.05
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_tuning():
     """Two settings of the grid, one of them what `tune` recommends."""
@@ -189,6 +190,7 @@ def test_tuning():
                 assert_ratio(new[name], float(old[name]), 1.5)
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["zv-first", "antithetic-stein"])
 def test_rivals(method):
@@ -213,6 +215,7 @@ def test_rivals(method):
         assert_ratio(step, there, 1.15)
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_estimate_against_plain_hmc():
     """Errors times the root of the steps: free of what else the machine does."""
