@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,6 +88,14 @@ def little_memory() -> Iterator[None]:
     yield
     if memory_in_use() > MOST_MEMORY:
         forget_compiled_programs()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Where `make` says to compile fast, optimise for the tests that want it."""
+    if os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "1":
+        fast = item.get_closest_marker("optimised") is None
+        jax.config.update("jax_disable_most_optimizations", fast)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:

@@ -69,6 +69,7 @@ def full_runs(logistic):
     }
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", FOUR)
 def test_efficiency_on_logistic_regression(full_runs, scheme):
@@ -79,6 +80,7 @@ def test_efficiency_on_logistic_regression(full_runs, scheme):
     assert estimate.warnings() == []
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_formulas_of_the_paper(full_runs):
     """ESS / (1 - rho^2) and 2 ESS / (1 + rho), at the median over statistics."""
@@ -92,6 +94,7 @@ def test_formulas_of_the_paper(full_runs):
         assert 0.75 < np.median(ratio) < 1.33
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_published_posterior(full_runs, logistic_truth):
     """Moments of the German-credit regression against inference-gym's long run."""
@@ -191,6 +194,7 @@ def test_coverage_on_a_skewed_target(scheme, name):
     check_coverage(repeat_runs(scheme, sampler, *latent(target), chains, steps), truth)
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["plain", "cva"])
 def test_coverage_on_logistic_regression(logistic, full_runs, scheme):

@@ -86,6 +86,7 @@ def replay_efficiency(name, job, size):
     return new
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_efficiency_of_hmc():
     job = SamplerJob("logistic", "hmc", "cva", "tuned", OTHER)
@@ -106,6 +107,7 @@ def test_efficiency_of_mala():
     replay_efficiency("laptop/efficiency.csv.bz2", job, Size(64, 400, 1))
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_efficiency_of_many_chains():
     job = SamplerJob("item", "hmc", "control", "published", OTHER)
@@ -160,6 +162,7 @@ def test_traces():
         assert min(rho) > 0.9 and abs(rho[0] - rho[1]) < 0.05
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_tuning():
     """Two settings of the grid, one of them what `tune` recommends."""
@@ -187,6 +190,7 @@ def test_tuning():
                 assert_ratio(new[name], float(old[name]), 1.5)
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["zv-first", "antithetic-stein"])
 def test_rivals(method):
@@ -211,6 +215,7 @@ def test_rivals(method):
         assert_ratio(step, there, 1.15)
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_estimate_against_plain_hmc():
     """Errors times the root of the steps: free of what else the machine does."""

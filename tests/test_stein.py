@@ -228,6 +228,7 @@ def logistic():
     return found
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_logistic_regression(logistic):
     result = logistic["float32"][1]
@@ -238,6 +239,7 @@ def test_logistic_regression(logistic):
     assert result.estimate.warnings() == []
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_single_precision_agrees_with_double(logistic):
     single, double = (logistic[dtype][1].estimate for dtype in DTYPES)
@@ -259,12 +261,14 @@ def check_means(sums, number):
     assert (error > 0).all() and ratio.size == number
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_features_of_the_logistic_regression_have_mean_zero(logistic):
     for sums, _ in logistic.values():
         check_means(sums, 350)
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_item_response():
     """501 dimensions: a table of all products is refused, a diagonal one pays."""
@@ -278,6 +282,7 @@ def test_item_response():
     check_means(sums, 1002)
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_sparse_regression():
     """Through its flow: features help a little, beside the control chain too."""
@@ -286,9 +291,17 @@ def test_sparse_regression():
     problem = make_problem(target).through(to_x)
     expectation = reference_mean(KEY, problem, 1_000_000)
     ess = {}
-    for scheme in ("cva", "cva+stein"):
+    for scheme, warmup in (("cva", 100), ("cva+stein", 400)):
         sums, result = learned_and_estimated(
-            KEY, scheme, hmc(0.2, 5), problem, 64, 200, 400, expectation, order="full"
+            KEY,
+            scheme,
+            hmc(0.2, 5),
+            problem,
+            64,
+            200,
+            warmup,
+            expectation,
+            order="full",
         )
         ess[scheme] = np.median(per_step(result))
     assert ess["cva+stein"] >= SPARSE_GAIN * ess["cva"], ess
@@ -436,6 +449,7 @@ def test_useless_features_do_no_harm():
     assert ratio.min() > 0.9, ratio
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_fewer_draws_than_features_do_no_harm(logistic):
     """350 features of the logistic regression, and 320 draws to fit them."""

@@ -149,7 +149,8 @@ def test_every_setting_of_a_grid_is_the_run_with_that_setting(family):
         KEY, build, grid, repeat(states, 3), [12, 20, 16], counting, num_blocks=2
     )
     assert counts.sum(0).tolist() == [12, 20, 16]
-    for i, steps in enumerate((12, 20, 16)):
+    # Leapfrog steps alone make a difference to how a setting is run.
+    for i, steps in list(enumerate((12, 20, 16)))[: 3 if family == "hmc" else 1]:
         settings = float(grid.step_size[i]), int(grid.num_integration_steps[i])
         alone, _ = run(KEY, build(*settings), states, steps)
         for end, expected in zip(ends, alone, strict=True):
@@ -335,8 +336,11 @@ def test_adaptation_reaches_its_target(family, target):
     problem = toy(dim=10)
     found = adapt_step_size(KEY, problem, FAMILIES[family], target)
     sampler = FAMILIES[family].make(found.step_size, found.num_integration_steps)
-    result = swindle(jax.random.key(1), "plain", sampler, problem, 64, 200, 50)
-    assert abs(result.rates["acceptance"]["plus"] - target) < 0.025
+    algorithm = sampler(problem.logdensity)
+    states = start(algorithm, found.positions)
+    fold = jnp.zeros(()), lambda total, _, info: total + info.acceptance_rate.mean()
+    _, totals = run(jax.random.key(1), algorithm, states, 200, fold)
+    assert abs(totals.sum() / 200 - target) < 0.025
     assert found.positions.shape == (64, 10)
     least = 64 * 150 * (2 if family == "hmc" else 1)
     assert found.gradients >= least if family == "hmc" else found.gradients == least
@@ -429,6 +433,7 @@ def test_programs_go_with_the_problem():
     assert density() is None
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_interval_matches_the_spread_over_keys():
     """Of the recommended step size, in logs, within a factor of 2.5."""
@@ -654,6 +659,7 @@ REPLAYED = {
 }
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize(
     "name", ["control", "cva", pytest.param("flow", marks=pytest.mark.slow)]
 )
@@ -675,6 +681,7 @@ def test_results_can_be_measured_again(benchmark, name):
             assert 0.75 < new[part] / float(old[part]) < 1.35, part
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_tuned_logistic_regression_is_as_good_as_the_results_say(benchmark):
     """Settings of `tune` against the best of the exhaustive grid, measured alike."""

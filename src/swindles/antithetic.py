@@ -195,7 +195,8 @@ def mean_at_start(values: Array) -> Array:
 
 def check_statistic(statistic: Callable, states: Any) -> Array:
     """The mean of the statistic over the chains' starts, used as a center: (dim,)."""
-    return mean_at_start(pair_values(statistic, states))
+    values = jax.jit(lambda states: pair_values(statistic, states))
+    return mean_at_start(values(states))
 
 
 def fold_series(
@@ -216,9 +217,10 @@ def fold_series(
     >>> sums.swindled.total.shape  # blocks, chains, entries of the statistic
     (5, 32, 4)
     """
-    plus, swindled = series(states)
-    guess = mean_at_start(plus) if center is None else jnp.asarray(center, plus.dtype)
-    moments = empty_moments(guess, len(plus))
+    plus, swindled = jax.eval_shape(series, states)
+    if center is None:
+        center = mean_at_start(jax.jit(lambda states: series(states)[0])(states))
+    moments = empty_moments(jnp.asarray(center, plus.dtype), len(plus))
 
     def update(sums: Sums, states: Any, infos: Any) -> Sums:
         plus, swindled = series(states)

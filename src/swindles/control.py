@@ -376,7 +376,8 @@ def fold_pair_products(statistic: Callable, states: Any) -> tuple[Any, Callable]
         added = (Total(a + b) for a, b in zip(old, new, strict=True))
         return PairProducts(center, *added)
 
-    zero = 0 * rows(states)
+    shape = jax.eval_shape(rows, states)
+    zero = jnp.zeros(shape.shape, shape.dtype)
     empty = jnp.zeros(()), zero, zero[:, None] * zero
     return PairProducts(center, *map(Total, empty)), update
 
@@ -545,7 +546,7 @@ def fold_feature_products(
     """
     center = check_statistic(statistic, states)
     mean = jnp.asarray(mean, center.dtype)
-    check_features(observe(states), mean)
+    check_features(jax.jit(lambda states: observe(states))(states), mean)
 
     def products(states: Any) -> tuple:
         raw, values = observe(states), pair_values(statistic, states)

@@ -278,11 +278,12 @@ def learn(
     parts, keys = SCHEMES[scheme], jax.random.split(key)
     features = make_features(parts, problem.statistic, problem.dim, expectation, order)
     mean = features.expectation.mean
-    if parts.has_control:
-        check_features(features.observe(states), mean)
     if parts.stein:
         fold = fold_feature_products(problem.statistic, features.observe, mean, states)
     else:
+        if parts.has_control:
+            observe = features.observe
+            check_features(jax.jit(lambda states: observe(states))(states), mean)
         fold = fold_pair_products(problem.statistic, states)
     states, _ = run(keys[0], algorithm, states, max(num_steps // 2, 1), fold)
     states, sums = run(keys[1], algorithm, states, max(num_steps // 2, 1), fold)
