@@ -51,10 +51,7 @@ _build/html:
 # and chapters compile many of the same programs: the second finds them on disk.
 compiled := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/jax \
 	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
-# Nearly all programs take longer to optimise than to run: only the tests that are
-# marked `optimised` do it.
-run_tests = OPENBLAS_NUM_THREADS=1 JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(compiled) \
-	$(bin)/python -m pytest -q -n 2
+run_tests = OPENBLAS_NUM_THREADS=1 $(compiled) $(bin)/python -m pytest -q -n 2
 lint: $(ready)
 	@$(bin)/ruff check -q $(linted)
 	@$(bin)/ruff format -q --check $(linted)

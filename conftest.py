@@ -92,8 +92,13 @@ def little_memory() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Where `make` says to compile fast, optimise for the tests that want it."""
-    if os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "1":
+    """Compile fast, but for the tests that are marked ``optimised``.
+
+    Most programs of the tests take longer to optimise than to run. Those of chapters do
+    not: their kernels are processes of their own, which this does not reach. With
+    JAX_DISABLE_MOST_OPTIMIZATIONS=0 all tests are optimised.
+    """
+    if os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") == "1":
         fast = item.get_closest_marker("optimised") is None
         jax.config.update("jax_disable_most_optimizations", fast)
 

@@ -185,7 +185,11 @@ SKEWED_RUNS = {"hmc": (hmc(0.4, 4), CHAINS, STEPS), "mala": (mala(0.6), 64, 400)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "name"),
-    [*((scheme, "hmc") for scheme in FOUR), ("plain", "mala"), ("cva", "mala")],
+    [
+        *((scheme, "hmc") for scheme in FOUR),
+        pytest.param("plain", "mala", marks=pytest.mark.optimised),
+        pytest.param("cva", "mala", marks=pytest.mark.optimised),
+    ],
 )
 def test_coverage_on_a_skewed_target(scheme, name):
     sampler, chains, steps = SKEWED_RUNS[name]
