@@ -553,7 +553,11 @@ swindles.estimate(
 def test_a_killed_run_ends_in_the_same_bits(tmp_path):
     file, seen = tmp_path / "run.npz", set()
     write_job(file, begin()[0], ABOUT)  # as the call leaves it after its set-up
-    victim = subprocess.Popen([sys.executable, "-c", CALL, str(file)])
+    # Bits are those of one compiler with the same settings.
+    fast = str(int(jax.config.read("jax_disable_most_optimizations")))
+    environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": fast}
+    command = [sys.executable, "-c", CALL, str(file)]
+    victim = subprocess.Popen(command, env=environment)
     while len(seen) < 6:  # the job as it was, and some blocks
         seen.add(file.stat().st_mtime_ns)
         assert victim.poll() is None
