@@ -248,13 +248,15 @@ POSTERIORS = {
 }
 
 
-def race(name: str, seed: int, seconds: float) -> list[dict]:
+def race(
+    name: str, seed: int, seconds: float, schemes: tuple = (None, "plain")
+) -> list[dict]:
     """The same time for `estimate` as it comes and for plain HMC: rows of a table."""
     make, dim = POSTERIORS[name]
     made = make()
     logdensity = getattr(made, "logdensity", made)
     rows = []
-    for scheme in (None, "plain"):
+    for scheme in schemes:
         report = swindles.estimate(
             logdensity,
             jnp.zeros(dim) + 0.1,
