@@ -658,16 +658,20 @@ def test_positions_may_be_pytrees():
 
 @pytest.mark.parametrize("name", COUPLED)
 def test_window_adaptation_plugs_in(name):
+    def density(x):
+        return -0.5 * jnp.sum(((x - 3) / jnp.array([0.5, 1.0, 2.0])) ** 2)
+
+    # About a quarter of a turn. Half a turn, which four leaps may come to, would
+    # move mirrored chains past each other and never together.
     adaptation = blackjax.window_adaptation(
-        blackjax.hmc, lopsided, target_acceptance_rate=0.95, num_integration_steps=LEAPS
+        blackjax.hmc, density, target_acceptance_rate=0.95, num_integration_steps=2
     )
     (state, parameters), _ = adaptation.run(KEY, BEGIN, 300)
-    states, infos = history(COUPLED[name](lopsided, **parameters), state.position, 500)
+    states, infos = history(COUPLED[name](density, **parameters), state.position, 500)
     assert 0.8 < infos.plus.acceptance_rate.mean() < 1
     if hasattr(states, "minus"):
-        middle = (states.plus.position + states.minus.position) / 2
-        ratio = middle[100:].var(0) / states.plus.position[100:].var(0)
-        assert ratio.max() < 0.4  # independent chains would leave a half
+        middle = (states.plus.position + states.minus.position)[100:] / 2
+        np.testing.assert_allclose(middle, 3, atol=1e-4)
 
 
 # Without a GPU at hand.
