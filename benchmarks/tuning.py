@@ -42,7 +42,7 @@ from swindles.control import (
 from swindles.models import make_problem
 from swindles.neutra import load_map
 from swindles.schemes import SCHEMES
-from swindles.transport import Schedule, fit_affine, laplace
+from swindles.transport import best_gaussian
 from swindles.tuning import (
     HMC,
     INTEGRATORS,
@@ -95,10 +95,8 @@ def load_problem(name):
         return with_statistics(target, to_x)
     make = {"logistic": targets.logistic_regression, "item": targets.item_response}
     target = make[name]()
-    begin = laplace(target.logdensity, jnp.zeros(target.dim))
-    schedule = Schedule(num_steps=500, batch=32, learning_rate=1e-3)
-    fit = fit_affine(jax.random.key(1), target.logdensity, begin, schedule)
-    return with_statistics(target, fit.transport)
+    to_x = best_gaussian(target.logdensity, jnp.zeros(target.dim))
+    return with_statistics(target, to_x)
 
 
 def with_statistics(target, to_x):

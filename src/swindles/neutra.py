@@ -4,7 +4,10 @@ Mirrored from book/neutra.md: edit there, then run `make mirror`.
 """
 
 import json
+import warnings
 import zipfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,21 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float, Key
+from tqdm import tqdm
 
 from swindles.models import need
 from swindles.transport import (
     Affine,
     Density,
-    Fit,
-    Schedule,
-    check_schedule,
-    keep_better,
     log_weight,
-    minimize_loss,
+    log_weights,
 )
 
 try:
     import equinox as eqx
+    import optax
     import paramax
     from flowjax.bijections import AbstractBijection, Chain
     from flowjax.distributions import Normal
@@ -162,6 +163,204 @@ class Flow(NamedTuple):
         y, first = self.bijection.transform_and_log_det(z)
         x, second = self.base.with_log_det(y)
         return x, first + second
+
+
+class Schedule(NamedTuple):
+    """How to fit a map by variational inference.
+
+    Parameters
+    ----------
+    num_steps
+        The most steps to take.
+    batch
+        Draws in each step.
+    learning_rate
+        The rate at first.
+    tolerance
+        Nats to gain in a tenth of the steps, to go on at that rate.
+
+    Examples
+    --------
+    >>> Schedule(num_steps=50, batch=8, learning_rate=1e-3).tolerance
+    0.02
+    """
+
+    num_steps: int
+    batch: int
+    learning_rate: float
+    tolerance: float = 0.02
+
+
+def check_schedule(schedule: Schedule) -> None:
+    """Raise ValueError when a schedule makes no sense."""
+    for name, least in {"num_steps": 10, "batch": 2, "learning_rate": 0}.items():
+        value = getattr(schedule, name)
+        if not (np.isfinite(value) and value >= least and value > 0):
+            raise ValueError(
+                f"{name} is {value}: give at least 10 steps, 2 draws and a positive "
+                "learning rate"
+            )
+
+
+def adam(dim: int) -> optax.GradientTransformation:
+    """Adam's direction, from gradients of a length of at most twice the dimension."""
+    clip = optax.clip_by_global_norm(2.0 * dim)
+    return optax.chain(clip, optax.scale_by_adam())
+
+
+class Training(NamedTuple):
+    """The state of a fit."""
+
+    params: Any
+    optimizer: Any
+    average: Any  # of the params over the last steps
+
+
+def make_trainer(weigh: Callable, dim: int, batch: int) -> Callable:
+    """A function that takes training steps; ``weigh(params, z)`` is a log weight.
+
+    Its arguments are a key, a ``Training`` and rows (step, learning rate, weight in the
+    average), one for each step. It returns the new ``Training`` and the losses.
+    """
+
+    def loss(params: Any, key: Array) -> Array:
+        half = jax.random.normal(key, (batch // 2, dim))
+        return -jax.vmap(partial(weigh, params))(jnp.concatenate([half, -half])).mean()
+
+    def train(key: Array, training: Training, rows: Array) -> tuple[Training, Array]:
+        def body(now: Training, row: Array) -> tuple[Training, Array]:
+            step, rate, weight = row
+            here = jax.random.fold_in(key, step.astype(int))
+            value, slope = jax.value_and_grad(loss)(now.params, here)
+            way, optimizer = adam(dim).update(slope, now.optimizer)
+            params = jax.tree.map(lambda p, w: p - rate * w, now.params, way)
+            mean = jax.tree.map(lambda a, p: a + weight * (p - a), now.average, params)
+            return Training(params, optimizer, mean), value
+
+        return jax.lax.scan(body, training, rows)
+
+    return train
+
+
+def training_rows(first: int, size: int, decay: int | None, rate: float) -> Array:
+    """Rows for a trainer: a constant learning rate, or one that falls to zero.
+
+    The rate falls from step ``decay`` on, for four times ``size`` steps. The average is
+    over the last of those blocks.
+    """
+    steps = np.arange(first, first + size)
+    if decay is None:
+        return jnp.stack([steps, np.full(size, rate), np.ones(size)], 1)
+    remaining = 1 - (steps - decay) / (4 * size)
+    weights = 1 / np.maximum(steps - decay - 3 * size + 1, 1)
+    return jnp.stack([steps, rate * remaining, weights], 1)
+
+
+def has_settled(losses: list[np.ndarray], tolerance: float) -> bool:
+    """Whether the last block of losses improves on the one before by too little.
+
+    Too little is ``tolerance`` (in nats) plus two standard errors.
+    """
+    if len(losses) < 2:
+        return False
+    before, now = losses[-2:]
+    noise = np.sqrt(before.var() / before.size + now.var() / now.size)
+    return bool(before.mean() - now.mean() < tolerance + 2 * noise)
+
+
+def check_loss(losses: np.ndarray, first: int) -> np.ndarray:
+    """Raise ValueError at the first loss that is not finite; ``first`` is its step."""
+    bad = np.flatnonzero(~np.isfinite(losses))
+    if bad.size:
+        raise ValueError(
+            f"the loss is {losses[bad[0]]} at step {first + bad[0]}: the log density "
+            "is not finite at a draw of the map, or the learning rate is too large"
+        )
+    return losses
+
+
+def minimize_loss(
+    key: Array, weigh: Callable, params: Any, dim: int, schedule: Schedule
+) -> tuple[Any, np.ndarray]:
+    """Train in up to ten blocks: at a constant rate until settled, then four more.
+
+    Returns the averaged parameters and the losses of all steps.
+    """
+    check_schedule(schedule)
+    num_steps, batch, rate, tolerance = schedule
+    size = num_steps // 10
+    train = jax.jit(make_trainer(weigh, dim, batch))
+    training = Training(params, adam(dim).init(params), params)
+    losses: list[np.ndarray] = []
+    decay = None
+    with tqdm(total=10 * size, delay=2, leave=False) as bar:
+        while decay is None or len(losses) * size < decay + 4 * size:
+            first = len(losses) * size
+            if decay is None and (len(losses) == 6 or has_settled(losses, tolerance)):
+                decay = first
+            rows = training_rows(first, size, decay, rate)
+            training, loss = train(key, training, rows)
+            losses.append(check_loss(np.asarray(loss, np.float64), first))
+            bar.update(size)
+            bar.set_postfix(loss=f"{losses[-1].mean():.2f}")
+    return training.average, np.concatenate(losses)
+
+
+class Fit(NamedTuple):
+    """A fitted map and how good it is.
+
+    Parameters
+    ----------
+    transport
+        The map.
+    loss
+        Minus the ELBO, estimated at every step.
+    log_weights
+        Those of fresh draws.
+
+    Examples
+    --------
+    >>> fit = Fit(None, loss=np.ones(10), log_weights=np.array([1.0, 3.0]))
+    >>> fit.elbo, round(fit.elbo_error, 3)
+    (2.0, 0.707)
+    """
+
+    transport: Any
+    loss: Float[np.ndarray, " steps"]
+    log_weights: Float[np.ndarray, " draws"]
+
+    @property
+    def elbo(self) -> float:
+        """The evidence lower bound of the map."""
+        return float(self.log_weights.mean())
+
+    @property
+    def elbo_error(self) -> float:
+        """The standard error of ``elbo``."""
+        return float(self.log_weights.std() / np.sqrt(self.log_weights.size))
+
+
+def keep_better(
+    key: Array, logdensity: Density, start: Affine, fitted: Any, loss: np.ndarray
+) -> Fit:
+    """Compare the fitted map with its start on the same fresh draws; keep the better.
+
+    It warns when that is the start.
+    """
+    dim = start.shift.size
+    before, after = (
+        log_weights(key, logdensity, transport, dim, 4096)
+        for transport in (start, fitted)
+    )
+    gain = after - before
+    if gain.mean() < -2 * gain.std() / np.sqrt(gain.size):
+        warnings.warn(
+            f"the fit made the map worse by {-gain.mean():.3g} nats, so this is the "
+            "one it started from: try a smaller learning rate or more steps",
+            stacklevel=3,
+        )
+        fitted, after = start, before
+    return Fit(fitted, loss, after)
 
 
 FLOW_SCHEDULE = Schedule(num_steps=20_000, batch=256, learning_rate=1e-2)

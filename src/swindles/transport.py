@@ -3,7 +3,6 @@
 Mirrored from book/transport.md: edit there, then run `make mirror`.
 """
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -11,12 +10,10 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import Array
 from jax.scipy.linalg import solve_triangular
 from jax.typing import ArrayLike
 from jaxtyping import Float, Key
-from tqdm import tqdm
 
 from swindles.coupling import compiled
 
@@ -326,6 +323,11 @@ def triangular(transport: Affine) -> Affine:
     return Affine(transport.shift, upper.T * np.sign(np.diagonal(upper)))
 
 
+def usual_precision(transport: Affine) -> Affine:
+    """A triangular map in the precision that JAX has by default."""
+    return Affine(*(jnp.asarray(part, float) for part in triangular(transport)))
+
+
 def laplace(logdensity: Density, position: ArrayLike) -> Affine:
     """The affine map of Laplace's approximation: mode and curvature.
 
@@ -348,8 +350,7 @@ def laplace(logdensity: Density, position: ArrayLike) -> Affine:
             f"eigenvalue {smallest:.3g}; start elsewhere or give a map of your own"
         )
     root = np.linalg.cholesky(np.linalg.inv(precision))
-    found = triangular(Affine(found.shift, found.scale @ root))
-    return Affine(*(jnp.asarray(part, float) for part in found))
+    return usual_precision(Affine(found.shift, found.scale @ root))
 
 
 def log_weight(logdensity: Density, transport: Transport, z: Array) -> Array:
@@ -386,256 +387,48 @@ def log_weights(
     return np.asarray(weigh(draws), np.float64)
 
 
-def path_log_weight(logdensity: Density, transport: Affine, z: Array) -> Array:
-    """Value of ``log_weight``; its gradient sees q move only through x."""
-    x = transport(z)
-    frozen = Affine(*map(jax.lax.stop_gradient, transport))
-    back = frozen.inverse(x)
-    log_normal = standard_normal(back) - 0.5 * z.size * jnp.log(2 * jnp.pi)
-    return logdensity(x) + frozen.with_log_det(back)[1] - log_normal
+def finite_points(points: Points) -> Points:
+    """Those of the points where all is finite; at least one must be."""
+    use = np.isfinite(points.logdensity) & np.isfinite(points.score).all(1)
+    if not use.any():
+        raise ValueError("the log density is finite nowhere near the position")
+    return Points(*(part[use] for part in points))
 
 
-class Schedule(NamedTuple):
-    """How to fit a map by variational inference.
+def mirrored_normal(rng: np.random.Generator, number: int, dim: int) -> np.ndarray:
+    """Draws of N(0, I), each followed by its mirror image: (number, dim)."""
+    half = rng.normal(size=(number // 2, dim))
+    return np.concatenate([half, -half])
 
-    Parameters
-    ----------
-    num_steps
-        The most steps to take.
-    batch
-        Draws in each step.
-    learning_rate
-        The rate at first.
-    tolerance
-        Nats to gain in a tenth of the steps, to go on at that rate.
+
+def improve_map(transport: Affine, points: Points, rate: float = 1.0) -> Affine:
+    """The map, moved towards the best Gaussian, from points drawn from it.
+
+    A ``rate`` below 1 goes only a part of the way.
 
     Examples
     --------
-    >>> brief = Schedule(num_steps=50, batch=8, learning_rate=1e-3)
-    >>> fit = fit_affine(jax.random.key(0), standard_normal, identity(2), brief)
-    >>> 0 < fit.loss.size <= 50
-    True
+    >>> start = unit_map(np.zeros(2))
+    >>> z = mirrored_normal(np.random.default_rng(0), 20_000, 2)
+    >>> with jax.enable_x64(True):
+    ...     points = Evaluator(lambda x: -((x - 1) @ (x - 1)) / 8, 2)(start, z)
+    >>> found = improve_map(start, points)
+    >>> deviations = np.diagonal(found.scale)
+    >>> np.allclose(found.shift, 1, atol=0.2), np.allclose(deviations, 2, atol=0.2)
+    (True, True)
     """
-
-    num_steps: int
-    batch: int
-    learning_rate: float
-    tolerance: float = 0.02
-
-
-AFFINE_SCHEDULE = Schedule(num_steps=1000, batch=64, learning_rate=1e-3)
-
-
-def check_schedule(schedule: Schedule) -> None:
-    """Raise ValueError when a schedule makes no sense."""
-    for name, least in {"num_steps": 10, "batch": 2, "learning_rate": 0}.items():
-        value = getattr(schedule, name)
-        if not (np.isfinite(value) and value >= least and value > 0):
-            raise ValueError(
-                f"{name} is {value}: give at least 10 steps, 2 draws and a positive "
-                "learning rate"
-            )
-
-
-def adam(dim: int) -> optax.GradientTransformation:
-    """Adam's direction, from gradients of a length of at most twice the dimension."""
-    clip = optax.clip_by_global_norm(2.0 * dim)
-    return optax.chain(clip, optax.scale_by_adam())
-
-
-class Training(NamedTuple):
-    """The state of a fit."""
-
-    params: Any
-    optimizer: Any
-    average: Any  # of the params over the last steps
-
-
-def make_trainer(weigh: Callable, dim: int, batch: int) -> Callable:
-    """A function that takes training steps; ``weigh(params, z)`` is a log weight.
-
-    Its arguments are a key, a ``Training`` and rows (step, learning rate, weight in the
-    average), one for each step. It returns the new ``Training`` and the losses.
-    """
-
-    def loss(params: Any, key: Array) -> Array:
-        half = jax.random.normal(key, (batch // 2, dim))
-        return -jax.vmap(partial(weigh, params))(jnp.concatenate([half, -half])).mean()
-
-    def train(key: Array, training: Training, rows: Array) -> tuple[Training, Array]:
-        def body(now: Training, row: Array) -> tuple[Training, Array]:
-            step, rate, weight = row
-            here = jax.random.fold_in(key, step.astype(int))
-            value, slope = jax.value_and_grad(loss)(now.params, here)
-            way, optimizer = adam(dim).update(slope, now.optimizer)
-            params = jax.tree.map(lambda p, w: p - rate * w, now.params, way)
-            mean = jax.tree.map(lambda a, p: a + weight * (p - a), now.average, params)
-            return Training(params, optimizer, mean), value
-
-        return jax.lax.scan(body, training, rows)
-
-    return train
-
-
-def training_rows(first: int, size: int, decay: int | None, rate: float) -> Array:
-    """Rows for a trainer: a constant learning rate, or one that falls to zero.
-
-    The rate falls from step ``decay`` on, for four times ``size`` steps. The average is
-    over the last of those blocks.
-    """
-    steps = np.arange(first, first + size)
-    if decay is None:
-        return jnp.stack([steps, np.full(size, rate), np.ones(size)], 1)
-    remaining = 1 - (steps - decay) / (4 * size)
-    weights = 1 / np.maximum(steps - decay - 3 * size + 1, 1)
-    return jnp.stack([steps, rate * remaining, weights], 1)
-
-
-def has_settled(losses: list[np.ndarray], tolerance: float) -> bool:
-    """Whether the last block of losses improves on the one before by too little.
-
-    Too little is ``tolerance`` (in nats) plus two standard errors.
-    """
-    if len(losses) < 2:
-        return False
-    before, now = losses[-2:]
-    noise = np.sqrt(before.var() / before.size + now.var() / now.size)
-    return bool(before.mean() - now.mean() < tolerance + 2 * noise)
-
-
-def check_loss(losses: np.ndarray, first: int) -> np.ndarray:
-    """Raise ValueError at the first loss that is not finite; ``first`` is its step."""
-    bad = np.flatnonzero(~np.isfinite(losses))
-    if bad.size:
-        raise ValueError(
-            f"the loss is {losses[bad[0]]} at step {first + bad[0]}: the log density "
-            "is not finite at a draw of the map, or the learning rate is too large"
-        )
-    return losses
-
-
-def minimize_loss(
-    key: Array, weigh: Callable, params: Any, dim: int, schedule: Schedule
-) -> tuple[Any, np.ndarray]:
-    """Train in up to ten blocks: at a constant rate until settled, then four more.
-
-    Returns the averaged parameters and the losses of all steps.
-    """
-    check_schedule(schedule)
-    num_steps, batch, rate, tolerance = schedule
-    size = num_steps // 10
-    train = jax.jit(make_trainer(weigh, dim, batch))
-    training = Training(params, adam(dim).init(params), params)
-    losses: list[np.ndarray] = []
-    decay = None
-    with tqdm(total=10 * size, delay=2, leave=False) as bar:
-        while decay is None or len(losses) * size < decay + 4 * size:
-            first = len(losses) * size
-            if decay is None and (len(losses) == 6 or has_settled(losses, tolerance)):
-                decay = first
-            rows = training_rows(first, size, decay, rate)
-            training, loss = train(key, training, rows)
-            losses.append(check_loss(np.asarray(loss, np.float64), first))
-            bar.update(size)
-            bar.set_postfix(loss=f"{losses[-1].mean():.2f}")
-    return training.average, np.concatenate(losses)
-
-
-class Fit(NamedTuple):
-    """A fitted map and how good it is.
-
-    Parameters
-    ----------
-    transport
-        The map.
-    loss
-        Minus the ELBO, estimated at every step.
-    log_weights
-        Those of fresh draws.
-
-    Examples
-    --------
-    >>> brief = Schedule(num_steps=50, batch=8, learning_rate=1e-3)
-    >>> fit = fit_affine(jax.random.key(0), standard_normal, identity(2), brief)
-    >>> round(fit.elbo, 2), fit.elbo_error < 0.01, pareto_k(fit.log_weights) < 0.7
-    (1.84, True, True)
-    """
-
-    transport: Any
-    loss: Float[np.ndarray, " steps"]
-    log_weights: Float[np.ndarray, " draws"]
-
-    @property
-    def elbo(self) -> float:
-        """The evidence lower bound of the map."""
-        return float(self.log_weights.mean())
-
-    @property
-    def elbo_error(self) -> float:
-        """The standard error of ``elbo``."""
-        return float(self.log_weights.std() / np.sqrt(self.log_weights.size))
-
-
-def keep_better(
-    key: Array, logdensity: Density, start: Affine, fitted: Any, loss: np.ndarray
-) -> Fit:
-    """Compare the fitted map with its start on the same fresh draws; keep the better.
-
-    It warns when that is the start.
-    """
-    dim = start.shift.size
-    before, after = (
-        log_weights(key, logdensity, transport, dim, 4096)
-        for transport in (start, fitted)
-    )
-    gain = after - before
-    if gain.mean() < -2 * gain.std() / np.sqrt(gain.size):
-        warnings.warn(
-            f"the fit made the map worse by {-gain.mean():.3g} nats, so this is the "
-            "one it started from: try a smaller learning rate or more steps",
-            stacklevel=3,
-        )
-        fitted, after = start, before
-    return Fit(fitted, loss, after)
-
-
-def lower_triangular(transport: Affine) -> Affine:
-    """The map without what is above the diagonal of its scale."""
-    full = transport.scale.ndim == 2
-    return transport._replace(scale=jnp.tril(transport.scale)) if full else transport
-
-
-def fit_affine(
-    key: Key[Array, ""],
-    logdensity: Density,
-    start: Affine,
-    schedule: Schedule = AFFINE_SCHEDULE,
-) -> Fit:
-    """Improve an affine map by variational inference; a diagonal one stays diagonal.
-
-    The learning rate is in units of the start's standard deviations.
-
-    Examples
-    --------
-    >>> def logdensity(x):
-    ...     return -0.5 * ((x - 1) ** 2).sum() / 4
-    >>> schedule = Schedule(num_steps=2000, batch=16, learning_rate=0.01)
-    >>> fit = fit_affine(jax.random.key(0), logdensity, identity(2), schedule)
-    >>> fit.transport.shift.round(2).tolist(), fit.transport.scale.round(2).tolist()
-    ([1.0, 1.0], [2.0, 2.0])
-    """
-    fit_key, check_key = jax.random.split(key)
-    dim, full = start.shift.size, start.scale.ndim == 2
-    latent = pull_back(logdensity, start)
-
-    def weigh(inner: Affine, z: Array) -> Array:
-        return path_log_weight(latent, lower_triangular(inner), z)
-
-    inner, loss = minimize_loss(fit_key, weigh, identity(dim, full), dim, schedule)
-    inner = lower_triangular(inner)
-    scale = start.scale @ inner.scale if full else start.scale * inner.scale
-    fitted = Affine(start(inner.shift), scale)
-    return keep_better(check_key, logdensity, start, fitted, loss)
+    z, residual = points.z, points.score + points.z
+    number, dim = z.shape
+    product = z.T @ residual / number
+    noise = ((z**2).T @ residual**2 / number - product**2) / number
+    keep = 1 - noise / np.maximum(product**2, noise + 1e-300)
+    product = keep * product
+    sizes, axes = np.linalg.eigh(np.eye(dim) - (product + product.T) / 2)
+    sizes = sizes.clip(0.1, 10) ** rate  # a step of moderate length
+    move = rate * axes @ ((axes.T @ points.score.mean(0)) / sizes)
+    move = move / max(1.0, np.linalg.norm(move) / (2 * np.sqrt(dim)))
+    shift = transport.shift + transport.scale @ move
+    return Affine(shift, transport.scale @ (axes / np.sqrt(sizes)) @ axes.T)
 
 
 def pareto_shape(excess: Float[np.ndarray, " draws"]) -> float:
@@ -687,36 +480,6 @@ def pareto_k(weights: Float[np.ndarray, " draws"]) -> float:
     if weights[-size] < -500:  # exp would underflow
         return np.inf
     return pareto_shape(np.exp(weights[-size:]) - np.exp(weights[-size - 1]))
-
-
-def improve_map(transport: Affine, points: Points, rate: float = 1.0) -> Affine:
-    """The map, moved towards the best Gaussian, from points drawn from it.
-
-    A ``rate`` below 1 goes only a part of the way.
-
-    Examples
-    --------
-    >>> start = unit_map(np.zeros(2))
-    >>> z = mirrored_normal(np.random.default_rng(0), 20_000, 2)
-    >>> with jax.enable_x64(True):
-    ...     points = Evaluator(lambda x: -((x - 1) @ (x - 1)) / 8, 2)(start, z)
-    >>> found = improve_map(start, points)
-    >>> deviations = np.diagonal(found.scale)
-    >>> np.allclose(found.shift, 1, atol=0.2), np.allclose(deviations, 2, atol=0.2)
-    (True, True)
-    """
-    z, residual = points.z, points.score + points.z
-    number, dim = z.shape
-    product = z.T @ residual / number
-    noise = ((z**2).T @ residual**2 / number - product**2) / number
-    keep = 1 - noise / np.maximum(product**2, noise + 1e-300)
-    product = keep * product
-    sizes, axes = np.linalg.eigh(np.eye(dim) - (product + product.T) / 2)
-    sizes = sizes.clip(0.1, 10) ** rate  # a step of moderate length
-    move = rate * axes @ ((axes.T @ points.score.mean(0)) / sizes)
-    move = move / max(1.0, np.linalg.norm(move) / (2 * np.sqrt(dim)))
-    shift = transport.shift + transport.scale @ move
-    return Affine(shift, transport.scale @ (axes / np.sqrt(sizes)) @ axes.T)
 
 
 def weight_efficiency(log_weights: Float[np.ndarray, " points"]) -> float:
@@ -787,37 +550,6 @@ def assess_map(transport: Affine, points: Points) -> Gaussian:
     return Gaussian(transport, k, even, float(elbo) if np.isfinite(elbo) else -np.inf)
 
 
-def finite_points(points: Points) -> Points:
-    """Those of the points where all is finite; at least one must be."""
-    use = np.isfinite(points.logdensity) & np.isfinite(points.score).all(1)
-    if not use.any():
-        raise ValueError("the log density is finite nowhere near the position")
-    return Points(*(part[use] for part in points))
-
-
-def mirrored_normal(rng: np.random.Generator, number: int, dim: int) -> np.ndarray:
-    """Draws of N(0, I), each followed by its mirror image: (number, dim)."""
-    half = rng.normal(size=(number // 2, dim))
-    return np.concatenate([half, -half])
-
-
-def widen_map(transport: Affine, points: Points) -> Affine:
-    """The map with the posterior's mean and covariance, by weights, and a bit wider."""
-    log_weights = points.log_weights
-    weights = np.exp(log_weights - log_weights.max())
-    weights /= weights.sum()
-    mean = weights @ points.z
-    excess = (points.z * weights[:, None]).T @ points.z - np.eye(mean.size)
-    excess = excess - np.outer(mean, mean)
-    noise = (weights**2).sum()
-    keep = 1 - noise / np.maximum(excess**2, noise)
-    sizes, axes = np.linalg.eigh(np.eye(mean.size) + keep * excess)
-    root = axes * np.sqrt(sizes.clip(0.1, 10)) @ axes.T
-    wider = 1 + 0.15 / np.sqrt(mean.size)
-    shift = transport.shift + transport.scale @ mean
-    return Affine(shift, wider * transport.scale @ root)
-
-
 def improve_gaussian(
     evaluate: Evaluator, start: Affine, seed: Any
 ) -> tuple[Gaussian, Points]:
@@ -838,6 +570,39 @@ def improve_gaussian(
         else:
             rate /= 4
     return best, points
+
+
+def best_gaussian(logdensity: Density, position: ArrayLike, seed: Any = 0) -> Affine:
+    """The affine map with the highest ELBO: Laplace's, and rounds of improvement.
+
+    Examples
+    --------
+    >>> found = best_gaussian(lambda x: -jnp.sum(jnp.cosh(x - 1)), jnp.zeros(2))
+    >>> found.shift.round(1).tolist(), found.scale.shape
+    ([1.0, 1.0], (2, 2))
+    """
+    start = laplace(logdensity, position)
+    with jax.enable_x64(True):
+        evaluate = Evaluator(logdensity, start.shift.size)
+        best, _ = improve_gaussian(evaluate, start, seed)
+    return usual_precision(best.transport)
+
+
+def widen_map(transport: Affine, points: Points) -> Affine:
+    """The map with the posterior's mean and covariance, by weights, and a bit wider."""
+    log_weights = points.log_weights
+    weights = np.exp(log_weights - log_weights.max())
+    weights /= weights.sum()
+    mean = weights @ points.z
+    excess = (points.z * weights[:, None]).T @ points.z - np.eye(mean.size)
+    excess = excess - np.outer(mean, mean)
+    noise = (weights**2).sum()
+    keep = 1 - noise / np.maximum(excess**2, noise)
+    sizes, axes = np.linalg.eigh(np.eye(mean.size) + keep * excess)
+    root = axes * np.sqrt(sizes.clip(0.1, 10)) @ axes.T
+    wider = 1 + 0.15 / np.sqrt(mean.size)
+    shift = transport.shift + transport.scale @ mean
+    return Affine(shift, wider * transport.scale @ root)
 
 
 def widen_gaussian(evaluate: Evaluator, best: Gaussian, seed: Any) -> Gaussian:
