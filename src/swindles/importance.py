@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int
 from scipy.special import gammainccinv, gammaln, ndtri
 
@@ -19,14 +20,30 @@ from swindles.transport import (
     LARGEST_LAPLACE,
     Affine,
     Evaluator,
+    Gaussian,
     Points,
     find_mode,
+    fit_gaussian,
     pareto_k,
+    triangular,
+    unit_map,
     weight_efficiency,
 )
 
 # SciPy has Sobol points up to this dimension.
 LARGEST_SOBOL = 21_201
+
+
+def sobol_uniform(
+    rng: np.random.Generator, number: int, dim: int
+) -> Float[np.ndarray, "number dim"]:
+    """Scrambled Sobol points in the unit cube; ``number`` is a power of two."""
+    from scipy.stats import qmc  # slow to import
+
+    if dim > LARGEST_SOBOL:
+        return rng.random((number, dim)).clip(2.0**-52, 1 - 2.0**-52)
+    uniform = qmc.Sobol(dim, bits=50, rng=rng).random(number)
+    return uniform.clip(2.0**-52, 1 - 2.0**-52)
 
 
 def sobol_normal(
@@ -40,12 +57,45 @@ def sobol_normal(
     >>> bool(abs(z.mean()) < 1e-3), bool(abs(z.var() - 1) < 0.01)  # better than chance
     (True, True)
     """
-    from scipy.stats import qmc  # slow to import
+    return ndtri(sobol_uniform(rng, number, dim))
 
-    if dim > LARGEST_SOBOL:
-        return rng.normal(size=(number, dim))
-    uniform = qmc.Sobol(dim, bits=50, rng=rng).random(number)
-    return ndtri(uniform.clip(2.0**-52, 1 - 2.0**-52))
+
+class RoundProposal(NamedTuple):
+    """Where points come from: N(0, I) in latent space, the map itself.
+
+    Parameters
+    ----------
+    dim
+        The dimension.
+    draw
+        From random numbers, a number and the dimension to points.
+
+    Examples
+    --------
+    >>> z = RoundProposal(3).pairs(np.random.default_rng(0), 4)
+    >>> z.shape, bool((z[:4] == -z[4:]).all())
+    ((8, 3), True)
+    """
+
+    dim: int
+    draw: Callable = sobol_normal
+
+    def pairs(
+        self, rng: np.random.Generator, number: int
+    ) -> Float[np.ndarray, "points dim"]:
+        """Points, and then the mirror image of each."""
+        z = self.draw(rng, number, self.dim)
+        return np.concatenate([z, -z])
+
+    def log_density(
+        self, z: Float[np.ndarray, "points dim"]
+    ) -> Float[np.ndarray, " points"]:
+        """Up to the constant of a standard normal."""
+        return -0.5 * (z**2).sum(1)
+
+    def reach(self, share: float) -> float:
+        """The radius beyond which only this share of the points lies."""
+        return float(np.sqrt(2 * gammainccinv(self.dim / 2, share)))
 
 
 class WeightedPairs(NamedTuple):
@@ -65,7 +115,7 @@ class WeightedPairs(NamedTuple):
     Examples
     --------
     >>> z = np.array([[1.0], [2.0], [-1.0], [-2.0]])
-    >>> points = Points(z, np.zeros(4), -z, z**2)
+    >>> points = Points(z, np.zeros(4), -z, z**2, -0.5 * (z**2).sum(1))
     >>> weigh_pairs(points, "diagonal", np.zeros(1), peak=2.0).values.round(2).tolist()
     [[0.22], [4.0]]
     """
@@ -250,18 +300,20 @@ def draw_points(
     evaluate: Evaluator,
     transport: Affine,
     pairs: int,
-    draw: Callable = sobol_normal,
+    proposal: Any = None,
 ) -> Points:
     """Points of all sequences, one after the other, then their mirror images."""
-    dim = np.size(transport.shift)
-    z = np.concatenate([draw(rng, pairs, dim) for _ in range(SEQUENCES)])
-    return evaluate(transport, np.concatenate([z, -z]))
+    proposal = proposal or RoundProposal(np.size(transport.shift))
+    drawn = [proposal.pairs(rng, pairs).reshape(2, pairs, -1) for _ in range(SEQUENCES)]
+    z = np.concatenate(drawn, 1).reshape(2 * SEQUENCES * pairs, -1)
+    found = evaluate(transport, z)
+    return found._replace(log_proposal=proposal.log_density(found.z))
 
 
 def drop_impossible(points: Points) -> Points:
     """Points with zeros for values and scores where the density is zero."""
     possible = points.logdensity > -np.inf
-    score, values = (np.where(possible[:, None], x, 0.0) for x in points[2:])
+    score, values = (np.where(possible[:, None], x, 0.0) for x in points[2:4])
     return points._replace(score=score, values=values)
 
 
@@ -282,7 +334,7 @@ def weigh_points(
     transport: Affine,
     pairs: int = 512,
     order: Order = "diagonal",
-    draw: Callable = sobol_normal,
+    proposal: Any = None,
 ) -> Weighted:
     """Estimate the evaluator's statistics from weighted points of a map.
 
@@ -294,8 +346,8 @@ def weigh_points(
         In each of 16 sequences; a power of two.
     order
         Of the Stein features.
-    draw
-        Where the points come from.
+    proposal
+        Where the points come from: by default N(0, I) in latent space.
 
     Examples
     --------
@@ -309,7 +361,7 @@ def weigh_points(
     [0.73, 0.73]
     """
     rng = np.random.default_rng(seed)
-    points = draw_points(rng, evaluate, transport, pairs, draw)
+    points = draw_points(rng, evaluate, transport, pairs, proposal)
     points = drop_impossible(points)
     log_weights = points.log_weights
     peak = float(np.nanmax(log_weights))
@@ -345,6 +397,7 @@ def weigh_more(
     transport: Affine,
     run: Weighted,
     pairs: int,
+    proposal: Any = None,
 ) -> Weighted:
     """The sums with one more block of points, under the coefficients of the first.
 
@@ -360,10 +413,11 @@ def weigh_more(
     12288
     """
     rng, dim = np.random.default_rng(seed), np.size(transport.shift)
+    proposal = proposal or RoundProposal(dim)
     sums, weights = [], []
     for _ in range(SEQUENCES):
-        z = sobol_normal(rng, pairs, dim)
-        points = drop_impossible(evaluate(transport, np.concatenate([z, -z])))
+        points = drop_impossible(evaluate(transport, proposal.pairs(rng, pairs)))
+        points = points._replace(log_proposal=proposal.log_density(points.z))
         rows = weigh_pairs(points, run.order, run.center, run.peak)
         rest = rows.values - rows.features @ run.beta
         parts = rows.weight[:, None], rows.values, rest, rows.square
@@ -417,13 +471,74 @@ def climb_from_afar(
 LOW_MODE = 15.0
 
 
+def far_modes(
+    rng: np.random.Generator, evaluate: Evaluator, transport: Affine, most: int = 4
+) -> list[Gaussian]:
+    """Other modes that matter, as Gaussians in latent space, the highest first.
+
+    Those that are not much lower than the highest, and not where the map is. The
+    ``elbo`` of each is its logarithmic mass by Laplace's approximation, in excess of
+    that of the map.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax import enable_x64
+    >>> from swindles.transport import standard_normal, unit_map
+    >>> def two(x):
+    ...     return jnp.logaddexp(standard_normal(x), 1 + standard_normal((x - 12) / 2))
+    >>> with enable_x64(True):
+    ...     evaluate, rng = Evaluator(two, 1), np.random.default_rng(0)
+    ...     (found,) = far_modes(rng, evaluate, unit_map([0]))
+    >>> found.transport.shift.round(1).tolist(), round(found.elbo - np.log(2), 2)
+    ([12.0], 1.0)
+    """
+    dim, modes = np.size(transport.shift), []
+    climbed = climb_from_afar(rng, evaluate, transport)
+    origin = evaluate(transport, np.zeros((1, dim))).logdensity[0]
+    top = climbed.logdensity.max(initial=origin)
+    rest = climbed.z[np.argsort(-climbed.logdensity)]
+    rest = rest[: int((climbed.logdensity > top - LOW_MODE).sum())]
+    known = np.zeros((1, dim))
+    for _ in range(most):
+        apart = np.linalg.norm(rest[:, None] - known, axis=2).min(1, initial=np.inf)
+        rest = rest[apart > 3 + np.sqrt(dim)]
+        if not len(rest):
+            break
+        mode = climb_to_end(evaluate, transport, rest[0])
+        near = np.linalg.norm(known - mode.transport.shift, axis=1).min()
+        known = np.concatenate([known, rest[:1], mode.transport.shift[None]])
+        if near > 3 + np.sqrt(dim) and mode.elbo > -np.inf:
+            modes.append(mode._replace(elbo=mode.elbo - origin))
+    return modes
+
+
+def climb_to_end(
+    evaluate: Evaluator, transport: Affine, z: Float[np.ndarray, " dim"]
+) -> Gaussian:
+    """The mode uphill of a point, as a Gaussian; all in latent space."""
+    dim = len(z)
+    if dim > LARGEST_LAPLACE:
+        height = evaluate(transport, z[None]).logdensity[0]
+        return Gaussian(unit_map(z), np.nan, np.nan, height)
+    start = np.asarray(transport(z))
+    found, precision = find_mode(evaluate, start, transport.scale, 1)
+    height = evaluate(found, np.zeros((1, dim))).logdensity[0]
+    shift = np.linalg.solve(transport.scale, found.shift - transport.shift)
+    scale = np.linalg.solve(transport.scale, np.asarray(found.scale))
+    if not np.isfinite(precision).all() or np.linalg.eigvalsh(precision)[0] < 1e-6:
+        return Gaussian(Affine(shift, scale), np.nan, np.nan, -np.inf)
+    scale = scale @ np.linalg.cholesky(np.linalg.inv(precision))
+    mass = height + np.linalg.slogdet(scale)[1]
+    return Gaussian(triangular(Affine(shift, scale)), np.nan, np.nan, mass)
+
+
 def other_mode(
     rng: np.random.Generator, evaluate: Evaluator, transport: Affine
 ) -> float:
     """How far off the nearest other mode is that matters; infinite if none was found.
 
-    In standard deviations of the map. Modes that matter are not much lower than the one
-    that the map is at.
+    In standard deviations of the map.
 
     Examples
     --------
@@ -437,24 +552,43 @@ def other_mode(
     ...     round(other_mode(np.random.default_rng(0), evaluate, unit_map([0])), 1)
     12.0
     """
-    found, dim = climb_from_afar(rng, evaluate, transport), np.size(transport.shift)
-    origin = evaluate(transport, np.zeros((1, dim))).logdensity[0]
+    found = far_modes(rng, evaluate, transport)
+    away = [float(np.linalg.norm(x.transport.shift)) for x in found]
+    return min(away, default=np.inf)
 
-    def away(z: np.ndarray) -> np.ndarray:
-        far = np.linalg.norm(z, axis=-1)
-        return np.where(far < 3 + np.sqrt(dim), np.inf, far)
 
-    top = found.logdensity.max(initial=origin)
-    matters = found.logdensity > top - LOW_MODE
-    rest = found.z[matters & np.isfinite(away(found.z))]
-    if dim > LARGEST_LAPLACE or not len(rest):
-        return float(away(rest).min(initial=np.inf))
-    # A ridge is slow to climb: those that are farthest apart go on, to the end.
-    some = rest[np.argsort(away(rest))[[0, -1]]]
-    start = (transport(z) for z in some)
-    ends = [find_mode(evaluate, x, transport.scale, 1)[0].shift for x in start]
-    lower = np.linalg.solve(transport.scale, (np.array(ends) - transport.shift).T)
-    return float(away(lower.T).min())
+# Nats of mass that another mode must have more, and how often a map may move.
+MORE_MASS, MOST_MOVES = 2.0, 3
+
+
+def fit_highest(evaluate: Evaluator, position: ArrayLike, seed: Any) -> Gaussian:
+    """The best Gaussian, at the mode with most of the mass that climbers find.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax import enable_x64
+    >>> from swindles.transport import standard_normal
+    >>> def two(x):
+    ...     return jnp.logaddexp(standard_normal(x), 9 + standard_normal(x - 12))
+    >>> with enable_x64(True):
+    ...     found = fit_highest(Evaluator(two, 1), jnp.zeros(1), seed=0)
+    >>> found.transport.shift.round(1).tolist()
+    [12.0]
+    """
+    found = fit_gaussian(evaluate, position, seed)
+    rng = np.random.default_rng([*np.ravel(seed), 1])
+    for _ in range(MOST_MOVES):
+        modes = far_modes(rng, evaluate, found.transport)
+        modes = [mode for mode in modes if mode.elbo > MORE_MASS]
+        if not modes or np.ndim(found.transport.scale) < 2:
+            break
+        there = max(modes, key=lambda mode: mode.elbo).transport.shift
+        moved = fit_gaussian(evaluate, np.asarray(found.transport(there)), seed)
+        if not moved.elbo > found.elbo:
+            break
+        found = moved
+    return found
 
 
 # Segments to follow, and the nodes on each.
@@ -515,6 +649,7 @@ def beyond_reach(
     evaluate: Evaluator,
     transport: Affine,
     run: Weighted,
+    proposal: Any = None,
 ) -> Float[np.ndarray, " statistics"]:
     """What the region beyond the points' reach adds to each expectation.
 
@@ -533,7 +668,8 @@ def beyond_reach(
     True
     """
     dim = np.size(transport.shift)
-    first = np.sqrt(2 * gammainccinv(dim / 2, min(FEW_POINTS / run.gradients, 0.5)))
+    proposal = proposal or RoundProposal(dim)
+    first = proposal.reach(min(FEW_POINTS / run.gradients, 0.5))
     radius = first * np.geomspace(1, 20, PLACES)
     ways = rng.normal(size=(RAYS, dim))
     ways /= np.linalg.norm(ways, axis=1, keepdims=True)

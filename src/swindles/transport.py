@@ -145,6 +145,8 @@ class Points(NamedTuple):
         Its gradient.
     values
         Of the statistics.
+    log_proposal
+        Log density of what z was drawn from, up to the constant of a standard normal.
 
     Examples
     --------
@@ -157,11 +159,12 @@ class Points(NamedTuple):
     logdensity: Float[np.ndarray, " points"]
     score: Float[np.ndarray, "points dim"]
     values: Float[np.ndarray, "points statistics"]
+    log_proposal: Float[np.ndarray, " points"]
 
     @property
     def log_weights(self) -> Float[np.ndarray, " points"]:
-        """Log of p / q for points drawn from q = N(0, I), up to a constant."""
-        return self.logdensity + 0.5 * (self.z**2).sum(1)
+        """Log of p / q for points drawn from q, up to a constant."""
+        return self.logdensity - self.log_proposal
 
 
 def no_statistic(x: Float[Array, " dim"]) -> Float[Array, " none"]:
@@ -237,11 +240,12 @@ class Evaluator:
         batches = range(0, len(padded), BATCH)
         parts = [self.program(inner, padded[i : i + BATCH]) for i in batches]
         self.gradients += number
-        found = (
+        value, score, statistics = (
             np.concatenate([np.asarray(part[i], np.float64) for part in parts])[:number]
             for i in range(3)
         )
-        return Points(np.asarray(z, np.float64), *found)
+        z = np.asarray(z, np.float64)
+        return Points(z, value, score, statistics, -0.5 * (z**2).sum(1))
 
 
 def curvature(evaluate: Evaluator, transport: Affine) -> Float[np.ndarray, "dim dim"]:

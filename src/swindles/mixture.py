@@ -1,0 +1,292 @@
+"""Mixtures: when one Gaussian is not enough.
+
+Mirrored from book/mixture.md: edit there, then run `make mirror`.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+from scipy.special import gammaincinv, gammaln, ndtri
+
+from swindles.importance import far_modes, sobol_uniform
+from swindles.transport import (
+    Affine,
+    Evaluator,
+    Gaussian,
+    pareto_k,
+    weight_efficiency,
+)
+
+# Of freedom, of every part.
+DEGREES = 5.0
+
+
+class Mixture(NamedTuple):
+    """A mixture of Student's t distributions, in latent space: a proposal.
+
+    Parameters
+    ----------
+    shares
+        Of the parts.
+    centers
+        Of the parts.
+    roots
+        Lower triangular, of the parts' scales.
+
+    Examples
+    --------
+    >>> mixture = Mixture(np.ones(1), np.full((1, 2), 3.0), np.eye(2)[None])
+    >>> z = mixture.pairs(np.random.default_rng(0), 4)
+    >>> z.shape, (z[:4] + z[4:]).round(9)[0].tolist()  # mirrored at the centre
+    ((8, 2), [6.0, 6.0])
+    """
+
+    shares: Float[np.ndarray, " parts"]
+    centers: Float[np.ndarray, "parts dim"]
+    roots: Float[np.ndarray, "parts dim dim"]
+
+    def distances(
+        self, z: Float[np.ndarray, "points dim"]
+    ) -> Float[np.ndarray, "parts points"]:
+        """Squared, of points from the centres, in units of the parts' scales."""
+        inverses = np.linalg.inv(self.roots)
+        pairs = zip(inverses, self.centers, strict=True)
+        return np.stack([(((z - c) @ inverse.T) ** 2).sum(1) for inverse, c in pairs])
+
+    def log_parts(
+        self, z: Float[np.ndarray, "points dim"]
+    ) -> Float[np.ndarray, "parts points"]:
+        """Log density of each part times its share, as in ``log_density``."""
+        dim, half = z.shape[1], (DEGREES + z.shape[1]) / 2
+        constant = gammaln(half) - gammaln(DEGREES / 2) - dim / 2 * np.log(DEGREES / 2)
+        with np.errstate(divide="ignore"):
+            size = np.log(self.shares) - np.linalg.slogdet(self.roots)[1]
+        fall = half * np.log1p(self.distances(z) / DEGREES)
+        return constant + size[:, None] - fall
+
+    def log_density(
+        self, z: Float[np.ndarray, "points dim"]
+    ) -> Float[np.ndarray, " points"]:
+        """Up to the constant of a standard normal."""
+        return np.logaddexp.reduce(self.log_parts(z), axis=0)
+
+    def pairs(
+        self, rng: np.random.Generator, number: int
+    ) -> Float[np.ndarray, "points dim"]:
+        """Points, and then the mirror image of each."""
+        uniform = sobol_uniform(rng, number, self.centers.shape[1] + 2)
+        part = np.searchsorted(np.cumsum(self.shares)[:-1], uniform[:, 0])
+        length = np.sqrt(DEGREES / 2 / gammaincinv(DEGREES / 2, uniform[:, 1]))
+        step = length[:, None] * ndtri(uniform[:, 2:])
+        step = np.einsum("nij,nj->ni", self.roots[part], step)
+        return np.concatenate([self.centers[part] + step, self.centers[part] - step])
+
+    def reach(self, share: float) -> float:
+        """The radius beyond which only this share of the points lies."""
+        far = np.linalg.norm(self.pairs(np.random.default_rng(0), 2**13), axis=1)
+        seen = max(share, 10 / far.size)
+        return float(np.quantile(far, 1 - seen) * (seen / share) ** (1 / DEGREES))
+
+
+# A part with less than this share, or fewer effective points than that, is dropped.
+LEAST_SHARE, LEAST_POINTS = 0.005, 3.0
+
+
+def fit_parts(
+    mixture: Mixture,
+    z: Float[np.ndarray, "points dim"],
+    weights: Float[np.ndarray, " points"],
+    caution: float = 1.0,
+) -> Mixture:
+    """One step of the EM algorithm, from points whose weights add up to one.
+
+    With ``caution`` the old scale of a part counts as much as some more points.
+
+    Examples
+    --------
+    >>> begin = Mixture(np.ones(1), np.zeros((1, 1)), np.ones((1, 1, 1)))
+    >>> z = np.random.default_rng(0).normal(3, 1, (10_000, 1))
+    >>> for _ in range(20):
+    ...     begin = fit_parts(begin, z, np.full(10_000, 1e-4))
+    >>> begin.centers.round(1).tolist()
+    [[3.0]]
+    """
+    dim, parts = z.shape[1], mixture.log_parts(z)
+    mine = np.exp(parts - np.logaddexp.reduce(parts, axis=0)) * weights
+    near = (DEGREES + dim) / (DEGREES + mixture.distances(z))
+    share = mine.sum(1)
+    number = share**2 / ((mine**2).sum(1) + 1e-300)
+    keep = np.flatnonzero((share > LEAST_SHARE) & (number > LEAST_POINTS))
+    centers, roots = mixture.centers.copy(), mixture.roots.copy()
+    for k in keep:
+        part = mine[k] * near[k]
+        centers[k] = part @ z / part.sum()
+        away = z - centers[k]
+        scale = (away * part[:, None]).T @ away / share[k]
+        before, prior = roots[k] @ roots[k].T, caution * (dim + 2)
+        scale = (number[k] * scale + prior * before) / (number[k] + prior)
+        roots[k] = np.linalg.cholesky(scale)
+    return Mixture(share[keep] / share[keep].sum(), centers[keep], roots[keep])
+
+
+def soften(
+    log_weights: Float[np.ndarray, " points"], least: float
+) -> Float[np.ndarray, " points"]:
+    """Weights to a power of at most one, so that they are worth so many points.
+
+    Examples
+    --------
+    >>> even = soften(np.array([0.0, 0.0, -1e9]), least=1.5)
+    >>> uneven = soften(np.linspace(0, 1000, 100), least=20)
+    >>> even.round(2).tolist(), round(1 / (uneven**2).sum())
+    ([0.5, 0.5, 0.0], 20)
+    """
+
+    def normalized(power: float) -> np.ndarray:
+        weights = np.exp(power * (log_weights - log_weights.max()))
+        return weights / weights.sum()
+
+    low, high = 0.0, 1.0
+    if 1 / (normalized(1.0) ** 2).sum() >= least:
+        return normalized(1.0)
+    for _ in range(40):
+        middle = (low + high) / 2
+        enough = 1 / (normalized(middle) ** 2).sum() >= least
+        low, high = (middle, high) if enough else (low, middle)
+    return normalized(low)
+
+
+# Parts, beside two for every other mode; rounds at the most.
+PARTS, MOST_MIXTURES = 6, 8
+# Worth of the weights that needs no more rounds, and the gain that is worth another.
+GOOD_WORTH, WORTH_GAIN = 0.6, 1.1
+
+
+class MixtureRound(NamedTuple):
+    """A mixture, and how good it is by the weights of its own points."""
+
+    mixture: Mixture
+    pareto_k: float
+    efficiency: float
+
+
+def begin_mixture(dim: int, modes: list[Gaussian]) -> Mixture:
+    """Two parts at the map and two at every other mode: a narrow and a wide one.
+
+    Examples
+    --------
+    >>> begin_mixture(3, []).shares.tolist()
+    [0.5, 0.5]
+    """
+    maps = [Affine(np.zeros(dim), np.eye(dim)), *(mode.transport for mode in modes)]
+    centers = np.array([each.shift for each in maps] * 2)
+    roots = np.array([each.scale for each in maps])
+    roots = np.concatenate([roots, 3 * roots])
+    return Mixture(np.full(len(roots), 1 / len(roots)), centers, roots)
+
+
+def spread_parts(
+    rng: np.random.Generator, z: np.ndarray, weights: np.ndarray, number: int
+) -> Mixture:
+    """Parts at points that are drawn by weight, each with its share of the spread."""
+    dim = z.shape[1]
+    away = z - weights @ z
+    spread = (away * weights[:, None]).T @ away + 1e-9 * np.eye(dim)
+    root = np.linalg.cholesky(spread) / number ** (1 / dim)
+    taken = rng.choice(len(z), number, p=weights)
+    return Mixture(np.full(number, 1 / number), z[taken], np.array([root] * number))
+
+
+def improve_mixture(
+    rng: np.random.Generator, evaluate: Evaluator, transport: Affine, mixture: Mixture
+) -> Iterator[MixtureRound]:
+    """Better and better mixtures, while that pays; the first is the one given."""
+    dim, number = mixture.centers.shape[1], PARTS + len(mixture.shares) - 2
+    seen, used, before = [], [], 0.0
+    pairs = 2 ** int(np.clip(np.ceil(np.log2(200 * dim)), 11, 13))
+    for step in range(MOST_MIXTURES):
+        points = evaluate(transport, mixture.pairs(rng, pairs))
+        density = np.where(np.isnan(points.logdensity), -np.inf, points.logdensity)
+        own = density - mixture.log_density(points.z)
+        if not np.isfinite(own.max()):
+            return
+        now = MixtureRound(mixture, pareto_k(own), weight_efficiency(own))
+        yield now
+        if now.efficiency > GOOD_WORTH or (
+            now.efficiency < WORTH_GAIN * before and now.efficiency > 0.1
+        ):
+            return
+        before = now.efficiency
+        seen.append((points.z, density))
+        used.append(mixture)
+        z, logdensity = (np.concatenate(part) for part in zip(*seen, strict=True))
+        proposals = np.stack([each.log_density(z) for each in used])
+        log_weights = logdensity - np.logaddexp.reduce(proposals, axis=0)
+        weights = soften(log_weights, max(100, 20 * dim))
+        mixture = mixture if step else spread_parts(rng, z, weights, number)
+        for _ in range(5):
+            mixture = fit_parts(mixture, z, weights)
+
+
+# Up to this dimension a mixture is tried.
+LARGEST_MIXTURE = 30
+
+
+def find_mixture(
+    rng: np.random.Generator, evaluate: Evaluator, transport: Affine
+) -> MixtureRound:
+    """The mixture whose weights are worth most, through an affine map.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax import enable_x64
+    >>> from swindles.transport import standard_normal, unit_map
+    >>> def two(x):
+    ...     return jnp.logaddexp(standard_normal(x), standard_normal(x - 9))
+    >>> with enable_x64(True):
+    ...     evaluate, rng = Evaluator(two, 2), np.random.default_rng(0)
+    ...     found = find_mixture(rng, evaluate, unit_map(np.zeros(2)))
+    >>> found.efficiency > 0.5, found.pareto_k < 0.7
+    (True, True)
+    """
+    first = begin_mixture(evaluate.dim, far_modes(rng, evaluate, transport))
+    rounds = improve_mixture(rng, evaluate, transport, first)
+    return max(rounds, key=lambda each: each.efficiency)
+
+
+# Nats above the average weight, at which a mode counts as missed.
+MISSED = 6.0
+
+
+def missed_mode(
+    rng: np.random.Generator,
+    evaluate: Evaluator,
+    transport: Affine,
+    mixture: Mixture,
+    log_mean_weight: float,
+) -> float:
+    """How far off a mode is that a mixture does not cover; infinite without one.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax import enable_x64
+    >>> from swindles.transport import standard_normal, unit_map
+    >>> def two(x):
+    ...     return jnp.logaddexp(standard_normal(x), standard_normal(x - 9))
+    >>> with enable_x64(True):
+    ...     evaluate, rng = Evaluator(two, 1), np.random.default_rng(0)
+    ...     inputs = rng, evaluate, unit_map([0]), begin_mixture(1, [])
+    ...     round(missed_mode(*inputs, log_mean_weight=0.7), 1)
+    9.0
+    """
+    away = np.inf
+    for mode in far_modes(rng, evaluate, transport):
+        top = np.asarray(mode.transport.shift)[None]
+        ratio = evaluate(transport, top).logdensity - mixture.log_density(top)
+        if ratio[0] > log_mean_weight + MISSED:
+            away = min(away, float(np.linalg.norm(top)))
+    return away
