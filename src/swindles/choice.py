@@ -22,6 +22,7 @@ from swindles.control import (
     shared_variance,
 )
 from swindles.coupling import compiled, hmc
+from swindles.importance import fit_highest
 from swindles.models import Problem
 from swindles.schemes import SCHEMES, Plan, Scheme, make_features, make_plan
 from swindles.stein import Order, affordable_order, feature_orders
@@ -30,7 +31,6 @@ from swindles.transport import (
     Evaluator,
     Gaussian,
     assess_map,
-    fit_gaussian,
     map_from_draws,
     mirrored_normal,
     pull_back,
@@ -153,10 +153,12 @@ def find_map(
     problem: Problem,
     num_chains: int,
     evaluate: Evaluator | None = None,
+    start: Affine | None = None,
 ) -> Gaussian:
     """An affine map for a posterior, and how good it is.
 
-    The best Gaussian near a mode; where that is poor, one that chains have learned.
+    The best Gaussian at a mode, or the one to ``start`` from; where that is poor, one
+    that chains have learned.
 
     Examples
     --------
@@ -168,15 +170,18 @@ def find_map(
     ([3.0], True)
     """
     evaluate = evaluate or problem.evaluator()
-    found = fit_gaussian(evaluate, problem.position, key_seed(key))
-    if found.pareto_k <= GOOD_K and found.efficiency >= LEAST_EFFICIENCY:
-        return found
     rng = np.random.default_rng(key_seed(key, 1))
     draws = mirrored_normal(rng, 1024, problem.dim)
+    if start is None:
+        found = fit_highest(evaluate, problem.position, key_seed(key))
+    else:
+        found = assess_map(start, evaluate(start, draws))
+    if found.pareto_k <= GOOD_K and found.efficiency >= LEAST_EFFICIENCY:
+        return found
     unit = unit_map(problem.position)
     around = assess_map(unit, evaluate(unit, draws))
-    start = found if found.elbo > around.elbo else around
-    learned = learn_map(key, problem, start.transport, num_chains)
+    best = found if found.elbo > around.elbo else around
+    learned = learn_map(key, problem, best.transport, num_chains)
     return assess_map(learned, evaluate(learned, draws))
 
 

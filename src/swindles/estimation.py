@@ -49,12 +49,14 @@ from swindles.importance import (
     SEQUENCES,
     Weighted,
     beyond_reach,
+    fit_highest,
     heavy_statistics,
     largest_jump,
     other_mode,
     weigh_more,
     weigh_points,
 )
+from swindles.mixture import LARGEST_MIXTURE, Mixture, find_mixture, missed_mode
 from swindles.models import Model, Problem, as_floats, make_problem, need
 from swindles.schemes import SCHEMES, Plan, plan_series
 from swindles.stein import affordable_order
@@ -208,6 +210,8 @@ class PointJob(NamedTuple):
     history: Any  # (blocks, 4): gradients, seconds, largest and median mcse / sd
     findings: Findings
     stages: dict[str, Stage]
+    mixture: Mixture | None = None  # what points are drawn from, if not from the map
+    reason: str = ""  # why the map itself would not do
 
     @property
     def scheme(self) -> str:
@@ -245,7 +249,10 @@ class PointJob(NamedTuple):
         """What was done, in a line."""
         quality = f"Pareto k {self.run.pareto_k.max():.2f}"
         worth = f"weights worth {self.run.efficiency.mean():.0%}"
-        return f"importance, {self.run.gradients} points, {quality}, {worth}: no chain"
+        line = f"importance, {self.run.gradients} points, {quality}, {worth}: no chain"
+        if self.mixture is None:
+            return line
+        return f"{line}\na mixture of {len(self.mixture.shares)}, since {self.reason}"
 
 
 class PointEngine:
@@ -265,10 +272,11 @@ class PointEngine:
     def add_block(self, job: PointJob) -> PointJob:
         """The job with twice as many points as in its last block."""
         seed, pairs = [*job.key, len(job.run.pairs)], 2 * int(job.run.pairs[-1])
-        parts = self.evaluate, self.inner
-        run = weigh_more(seed, *parts, job.run, min(pairs, MOST_PAIRS))
+        parts, pairs = (self.evaluate, self.inner), min(pairs, MOST_PAIRS)
+        run = weigh_more(seed, *parts, job.run, pairs, job.mixture)
         rng = np.random.default_rng([*seed, 1])
-        return job._replace(run=run, beyond=beyond_reach(rng, *parts, run))
+        beyond = beyond_reach(rng, *parts, run, job.mixture)
+        return job._replace(run=run, beyond=beyond)
 
 
 # Pairs of points in a sequence of one block, at the most.
@@ -278,32 +286,60 @@ MOST_PAIRS = 2**13
 def first_points(
     request: Any,
     evaluate: Evaluator,
-    found: Gaussian,
+    transport: Affine,
     findings: Findings,
-    own: bool,
+    mixture: Mixture | None = None,
+    reason: str = "",
 ) -> PointJob:
-    """A job with a first block of points; ``own`` says whose the map is."""
-    dim, goal, seed = evaluate.dim, request.goal, key_seed(request.key, 3)
+    """A job with a first block of points, of the map or of a mixture."""
+    dim, goal = evaluate.dim, request.goal
+    seed = key_seed(request.key, 3 if mixture is None else 4)
     wanted = min(5e6 / dim, goal.gradients or np.inf) / (2 * SEQUENCES)
     pairs = int(2 ** np.clip(np.floor(np.log2(wanted)), 6, 9))
     order = affordable_order(dim, 3 * SEQUENCES * pairs)
     order = "none" if findings.jump else order
-    run = weigh_points([*seed, 0], evaluate, found.transport, pairs, order)
+    run = weigh_points([*seed, 0], evaluate, transport, pairs, order, mixture)
     rng = np.random.default_rng([*seed, 0, 1])
-    beyond = beyond_reach(rng, evaluate, found.transport, run)
-    kept = None if own else found.transport
+    beyond = beyond_reach(rng, evaluate, transport, run, mixture)
+    kept = None if request.own else transport
     history = np.zeros((0, 4))
-    return PointJob(goal, kept, seed, run, beyond, history, findings, {})
+    first = goal, kept, seed, run, beyond, history
+    return PointJob(*first, findings, {}, mixture, reason)
 
 
-def why_chains(job: Any, clock: Clock, request: Any) -> str:
-    """Why points of the map will not do, in words; empty if they will."""
-    if request is None or request.scheme or not isinstance(job, PointJob):
-        return ""
+def mixture_points(
+    request: Any,
+    evaluate: Evaluator,
+    transport: Affine,
+    findings: Findings,
+    reason: str,
+) -> PointJob | None:
+    """The same, of a mixture that is fitted for it; None if that is no better."""
+    rng = np.random.default_rng(key_seed(request.key, 5))
+    best = find_mixture(rng, evaluate, transport)
+    if best is None or is_poor(best):
+        return None
+    k, efficiency = best.pareto_k, best.efficiency
+    findings = findings._replace(pareto_k=k, efficiency=efficiency, other_mode=np.inf)
+    inputs = evaluate, transport
+    job = first_points(request, *inputs, findings, best.mixture, reason)
+    weight = job.run.weight.sum() / np.sum(job.run.pairs) / SEQUENCES
+    level = job.run.peak + np.log(weight)
+    away = missed_mode(rng, *inputs, best.mixture, level)
+    return job._replace(findings=findings._replace(other_mode=away))
+
+
+def is_poor(found: Any) -> bool:
+    """Whether weights are hopeless, by their Pareto k and their worth."""
+    return not (found.pareto_k <= 1 and found.efficiency > 0.01)
+
+
+def why_not_points(job: PointJob, clock: Clock) -> str:
+    """Why weighted points will not do, in words; empty if they will."""
     run, findings, goal = job.run, job.findings, job.goal
     estimate = job.estimate()
     errors = goal.errors(np.sqrt(estimate.variance))
-    spent = max(clock.stages["importance"].seconds, 1e-3)
+    spent = clock.stages.get("importance", Stage(1e-3, 0.0)).seconds
     with np.errstate(divide="ignore", invalid="ignore"):
         longer = np.nanmax((estimate.mcse / errors) ** 2, initial=0.0) * spent
     if findings.other_mode < np.inf:
@@ -852,7 +888,7 @@ class Report:
 
 
 # The format of the files.
-VERSION = 4
+VERSION = 5
 
 
 # A run is saved when this many seconds have passed since it was saved last.
@@ -916,7 +952,9 @@ def rebuild_job(tree: dict[str, Any]) -> Job | PointJob:
         "stages": {name: Stage(**x) for name, x in tree.get("stages", {}).items()},
     }
     if "plan" not in tree:
-        return PointJob(**tree | {"run": Weighted(**tree["run"])})
+        parts, run = tree.get("mixture"), Weighted(**tree["run"])
+        mixture = Mixture(**parts) if parts else None
+        return PointJob(**tree | {"run": run, "mixture": mixture})
     rows, chains = tree["run"]["rows"], SCHEMES[tree["plan"]["scheme"]].chains
     swindled = rows["swindled"]
     sums = Sums(
@@ -1040,44 +1078,93 @@ class Request(NamedTuple):
     goal: Goal
     scheme: str | None
     num_chains: int
+    own: bool  # whether the map is the user's
 
 
 def map_stage(request: Request, evaluate: Evaluator, task: Task) -> Gaussian:
     """A map for the task, or how good its own one is."""
     if task.transport is None:
-        return find_map(request.key, task.problem, request.num_chains, evaluate)
+        return fit_highest(evaluate, task.problem.position, key_seed(request.key))
     unit = unit_map(np.zeros(evaluate.dim))
     rng = np.random.default_rng(key_seed(request.key))
     return assess_map(unit, evaluate(unit, mirrored_normal(rng, 4096, evaluate.dim)))
 
 
+def point_space(request: Request, task: Task) -> tuple[Evaluator, Affine]:
+    """What looks at points, and the affine map that they are drawn through."""
+    if request.own:
+        space = task.problem.through(task.transport)
+        return space.evaluator(), unit_map(np.zeros(space.dim))
+    return task.problem.evaluator(), task.transport
+
+
+def point_job(
+    request: Request, task: Task, findings: Findings, clock: Clock
+) -> tuple[PointJob | None, str]:
+    """Points of the map, or of a mixture; or None, and why neither will do."""
+    evaluate, inner = point_space(request, task)
+    asked, job = request.scheme == "importance", None
+    reason = f"the map is poor, its weights are worth {findings.efficiency:.1%}"
+    with clock.stage("importance", lambda: evaluate.gradients):
+        if asked or not is_poor(findings):
+            job = first_points(request, evaluate, inner, findings)
+            reason = why_not_points(job, clock)
+    if not reason:
+        return job, ""
+    other = try_mixture(request, task, findings, reason, clock)
+    return (other or job if asked else other), reason
+
+
+def try_mixture(
+    request: Request, task: Task, findings: Findings, reason: str, clock: Clock
+) -> PointJob | None:
+    """Points of a mixture, if they will do."""
+    evaluate, inner = point_space(request, task)
+    if evaluate.dim > LARGEST_MIXTURE:
+        return None
+    with clock.stage("mixture", lambda: evaluate.gradients):
+        job = mixture_points(request, evaluate, inner, findings, reason)
+    return None if job is None or why_not_points(job, clock) else job
+
+
 def set_up(request: Request, task: Task, clock: Clock) -> tuple[Job | PointJob, Task]:
-    """Find a map, and weigh points of it; if that will not do, choose a scheme."""
-    own, scheme = task.transport is not None, request.scheme
-    space = task.problem.through(task.transport) if own else task.problem
-    evaluate, reason = space.evaluator(), f"{scheme} was asked for"
+    """Find a map, and weigh points; if that will not do, choose a scheme."""
+    evaluate, _ = point_space(request, task)
     with clock.stage("map", lambda: evaluate.gradients):
         found = map_stage(request, evaluate, task)
         findings = inspect_posterior(request.key, evaluate, found)
     inner = Affine(*(jnp.asarray(x, evaluate.dtype) for x in found.transport))
-    task = task if own else task._replace(transport=inner)
-    poor = not (found.pareto_k <= 1 and found.efficiency > 0.01) and scheme is None
-    if scheme in (None, "importance") and not poor:
-        with clock.stage("importance", lambda: evaluate.gradients):
-            job = first_points(request, evaluate, found, findings, own)
-        reason = why_chains(job, clock, request)
-        if not reason:
+    task = task if request.own else task._replace(transport=inner)
+    reason = f"{request.scheme} was asked for"
+    if request.scheme in (None, "importance"):
+        job, reason = point_job(request, task, findings, clock)
+        if job is not None:
             return job, task
-    if poor:
-        reason = f"the map is poor, its weights are worth {found.efficiency:.1%}"
-    return chain_job(request, task, findings, reason, clock), task
+    return chain_job(request, task, findings, reason, clock)
+
+
+def chain_map(
+    request: Request, task: Task, findings: Findings, clock: Clock
+) -> tuple[Task, Findings]:
+    """A map that chains have learned, where the one that there is is poor."""
+    if request.own:
+        return task, findings
+    evaluate, inner = point_space(request, task)
+    with clock.stage("map", lambda: evaluate.gradients):
+        inputs = task.problem, request.num_chains, evaluate, inner
+        found = find_map(request.key, *inputs)
+    inner = Affine(*(jnp.asarray(x, evaluate.dtype) for x in found.transport))
+    k, efficiency = found.pareto_k, found.efficiency
+    findings = findings._replace(pareto_k=k, efficiency=efficiency)
+    return task._replace(transport=inner), findings
 
 
 def chain_job(
     request: Request, task: Task, findings: Findings, reason: str, clock: Clock
-) -> Job:
+) -> tuple[Job, Task]:
     """Choose among schemes in a pilot run, and make an empty job."""
-    key, goal, scheme, num_chains = request
+    task, findings = chain_map(request, task, findings, clock)
+    key, goal, scheme, num_chains, _ = request
     names = list(CANDIDATES) if scheme is None else [scheme]
     if findings.jump:
         names = [name for name in names if not SCHEMES[name].stein] or ["plain"]
@@ -1085,7 +1172,7 @@ def chain_job(
     with clock.stage("pilot"):
         choice = choose_scheme(keys[1], latent, goal.errors, num_chains, names)
     job = make_job(keys[2], choice, goal, task.transport, findings, reason)
-    return Engine(job, latent).begin(job)
+    return Engine(job, latent).begin(job), task
 
 
 def begin_blocks(job: Any, clock: Clock) -> tuple[float, bool, Any]:
@@ -1105,6 +1192,22 @@ def make_engine(job: Job | PointJob, task: Task) -> Engine | PointEngine:
     own = job.transport is None
     space = task.problem.through(task.transport) if own else task.problem
     return PointEngine(job, space)
+
+
+def another_way(
+    job: Any, task: Task, clock: Clock, request: Request | None
+) -> tuple[Any, Task] | None:
+    """What to do instead, where weighted points turn out not to do."""
+    if request is None or request.scheme or not isinstance(job, PointJob):
+        return None
+    reason = why_not_points(job, clock)
+    if not reason:
+        return None
+    if job.mixture is None:
+        other = try_mixture(request, task, job.findings, reason, clock)
+        if other is not None:
+            return other, task
+    return chain_job(request, task, job.findings, reason, clock)
 
 
 def run_until_done(
@@ -1127,10 +1230,9 @@ def run_until_done(
             with clock.stage(name, lambda: engine.gradients):
                 job = engine.add_block(job)
                 found = job.estimate()
-            reason = why_chains(job, clock, request)
-            if request and reason:
-                other = chain_job(request, task, job.findings, reason, clock)
-                return run_until_done(other, task, clock)
+            other = another_way(job, task, clock, request)
+            if other is not None:
+                return run_until_done(*other, clock, request)
             job = add_history(job, found, clock.seconds)
             over = job.goal.is_spent(clock.seconds, job.gradients - spent)
             done = is_reached(job, found) or (over and len(job.draws) > 3)
@@ -1351,7 +1453,7 @@ def estimate(
         check_options(scheme, chains, problem.dim)
         options = {"chains": chains, "scheme": scheme, "key": key_seed(key)}
         task = Task(problem, transport, file, describe_problem(problem) | options)
-        request = Request(key, goal, scheme, chains)
+        request = Request(key, goal, scheme, chains, transport is not None)
         job, task = take_up_or_set_up(request, task, clock)
         return run_until_done(job, task, clock, request)
 

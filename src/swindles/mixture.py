@@ -236,8 +236,8 @@ LARGEST_MIXTURE = 30
 
 def find_mixture(
     rng: np.random.Generator, evaluate: Evaluator, transport: Affine
-) -> MixtureRound:
-    """The mixture whose weights are worth most, through an affine map.
+) -> MixtureRound | None:
+    """The mixture whose weights are worth most, through an affine map, if any.
 
     Examples
     --------
@@ -254,7 +254,7 @@ def find_mixture(
     """
     first = begin_mixture(evaluate.dim, far_modes(rng, evaluate, transport))
     rounds = improve_mixture(rng, evaluate, transport, first)
-    return max(rounds, key=lambda each: each.efficiency)
+    return max(rounds, key=lambda each: each.efficiency, default=None)
 
 
 # Nats above the average weight, at which a mode counts as missed.
