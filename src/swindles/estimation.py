@@ -276,7 +276,7 @@ class PointEngine:
         run = weigh_more(seed, *parts, job.run, pairs, job.mixture)
         rng = np.random.default_rng([*seed, 1])
         beyond = beyond_reach(rng, *parts, run, job.mixture)
-        return job._replace(run=run, beyond=beyond)
+        return mark_heavy(job._replace(run=run, beyond=beyond))
 
 
 # Pairs of points in a sequence of one block, at the most.
@@ -326,7 +326,19 @@ def mixture_points(
     weight = job.run.weight.sum() / np.sum(job.run.pairs) / SEQUENCES
     level = job.run.peak + np.log(weight)
     away = missed_mode(rng, *inputs, best.mixture, level)
-    return job._replace(findings=findings._replace(other_mode=away))
+    return mark_heavy(job._replace(findings=findings._replace(other_mode=away)))
+
+
+def mark_heavy(job: PointJob) -> PointJob:
+    """A job that knows for which statistics the tails of its mixture are too thin.
+
+    The parts have heavy tails: what they do not reach, no number of points will.
+    """
+    lost = job.beyond > np.sqrt(job.run.estimate().variance)
+    if job.mixture is None or not lost.any():
+        return job
+    heavy = job.findings.heavy | lost
+    return job._replace(findings=job.findings._replace(heavy=heavy))
 
 
 def is_poor(found: Any) -> bool:
@@ -337,8 +349,9 @@ def is_poor(found: Any) -> bool:
 def why_not_points(job: PointJob, clock: Clock) -> str:
     """Why weighted points will not do, in words; empty if they will."""
     run, findings, goal = job.run, job.findings, job.goal
-    estimate = job.estimate()
+    found, estimate = job.run.estimate(), job.estimate()
     errors = goal.errors(np.sqrt(estimate.variance))
+    errors = np.where(findings.heavy, np.inf, errors)  # hopeless, and flagged
     spent = clock.stages.get("importance", Stage(1e-3, 0.0)).seconds
     with np.errstate(divide="ignore", invalid="ignore"):
         longer = np.nanmax((estimate.mcse / errors) ** 2, initial=0.0) * spent
@@ -352,6 +365,8 @@ def why_not_points(job: PointJob, clock: Clock) -> str:
         return "the Stein features do not average to zero"
     if not np.isfinite(estimate.mcse).all():
         return "an estimate from the points is not finite"
+    if job.mixture is None and (job.beyond > np.maximum(errors, found.mcse)).any():
+        return "a Gaussian's points do not reach the tails"
     if longer > (goal.seconds or np.inf) and run.efficiency.min() < 0.3:
         return "weighted points would take too long"
     return ""
@@ -509,6 +524,7 @@ def has_bias(job: Job) -> bool:
 def is_reached(job: Job | PointJob, estimate: Estimate) -> bool:
     """Whether the run is as accurate as was asked for, or as it can be."""
     errors = job.goal.errors(np.sqrt(estimate.variance))
+    errors = np.where(job.findings.heavy, np.inf, errors)  # hopeless, and flagged
     margin = 1 + 1 / np.sqrt(2 * estimate.degrees)
     if not np.isfinite(estimate.mean).all():
         return True

@@ -311,10 +311,14 @@ def draw_points(
 
 
 def drop_impossible(points: Points) -> Points:
-    """Points with zeros for values and scores where the density is zero."""
+    """Points with zeros for values and scores where the density is zero, or NaN.
+
+    NaN is zero for a chain, too: it does not go there.
+    """
     possible = points.logdensity > -np.inf
     score, values = (np.where(possible[:, None], x, 0.0) for x in points[2:4])
-    return points._replace(score=score, values=values)
+    logdensity = np.where(possible, points.logdensity, -np.inf)
+    return points._replace(logdensity=logdensity, score=score, values=values)
 
 
 def resample(
@@ -374,12 +378,11 @@ def weigh_points(
     sums = sequence_sums(rows, rest)
     k, worth = pareto_k(log_weights), weight_efficiency(log_weights)
     numbers = np.array([pairs]), np.array([k]), np.array([worth])
-    size = np.sqrt((points.values**2).mean(0)) + np.abs(
-        np.sqrt((rows.features**2).mean(0)) @ np.abs(beta)
-    )
-    spread = np.sqrt(np.maximum(weights @ points.values**2 / weights.sum(), 0))
+    size = np.sqrt(weights @ points.values**2 / weights.sum())
+    moved = np.sqrt((rows.features**2).mean(0)) @ np.abs(beta) / rows.weight.mean()
     noise = np.abs(points.logdensity[weights > 0]).mean() / np.sqrt(len(weights))
-    rounding, draws = evaluate.eps * (size + noise * spread), resample(rng, points)
+    rounding = evaluate.eps * ((1 + noise) * size + moved)
+    draws = resample(rng, points)
     first = order, beta, center, peak
     return Weighted(*first, *sums, *numbers, draws, rounding)  # type: ignore
 
@@ -669,8 +672,9 @@ def beyond_reach(
     """
     dim = np.size(transport.shift)
     proposal = proposal or RoundProposal(dim)
-    first = proposal.reach(min(FEW_POINTS / run.gradients, 0.5))
-    radius = first * np.geomspace(1, 20, PLACES)
+    share = min(FEW_POINTS / run.gradients, 0.5)
+    first, last = proposal.reach(share), 20 * RoundProposal(dim).reach(share)
+    radius = np.geomspace(first, max(last, 3 * first), PLACES)
     ways = rng.normal(size=(RAYS, dim))
     ways /= np.linalg.norm(ways, axis=1, keepdims=True)
     z = (radius[:, None, None] * ways).reshape(-1, dim)

@@ -98,11 +98,11 @@ def fit_parts(
     mixture: Mixture,
     z: Float[np.ndarray, "points dim"],
     weights: Float[np.ndarray, " points"],
-    caution: float = 1.0,
+    caution: float = 5.0,
 ) -> Mixture:
     """One step of the EM algorithm, from points whose weights add up to one.
 
-    With ``caution`` the old scale of a part counts as much as some more points.
+    The more ``caution``, the more the old scale of a part counts beside the points.
 
     Examples
     --------
@@ -160,8 +160,9 @@ def soften(
 
 # Parts, beside two for every other mode; rounds at the most.
 PARTS, MOST_MIXTURES = 6, 8
-# Worth of the weights that needs no more rounds, and the gain that is worth another.
-GOOD_WORTH, WORTH_GAIN = 0.6, 1.1
+# Worth of the weights that needs no more rounds; that will do, if two rounds gain less
+# than a tenth.
+GOOD_WORTH, FAIR_WORTH, WORTH_GAIN = 0.6, 0.1, 1.1
 
 
 class MixtureRound(NamedTuple):
@@ -204,7 +205,7 @@ def improve_mixture(
 ) -> Iterator[MixtureRound]:
     """Better and better mixtures, while that pays; the first is the one given."""
     dim, number = mixture.centers.shape[1], PARTS + len(mixture.shares) - 2
-    seen, used, before = [], [], 0.0
+    seen, used, best, stale = [], [], 0.0, 0
     pairs = 2 ** int(np.clip(np.ceil(np.log2(200 * dim)), 11, 13))
     for step in range(MOST_MIXTURES):
         points = evaluate(transport, mixture.pairs(rng, pairs))
@@ -214,17 +215,16 @@ def improve_mixture(
             return
         now = MixtureRound(mixture, pareto_k(own), weight_efficiency(own))
         yield now
-        if now.efficiency > GOOD_WORTH or (
-            now.efficiency < WORTH_GAIN * before and now.efficiency > 0.1
-        ):
+        stale = 0 if now.efficiency > WORTH_GAIN * best else stale + 1
+        best = max(best, now.efficiency)
+        if best > GOOD_WORTH or (stale > 1 and best > FAIR_WORTH):
             return
-        before = now.efficiency
         seen.append((points.z, density))
         used.append(mixture)
         z, logdensity = (np.concatenate(part) for part in zip(*seen, strict=True))
         proposals = np.stack([each.log_density(z) for each in used])
         log_weights = logdensity - np.logaddexp.reduce(proposals, axis=0)
-        weights = soften(log_weights, max(100, 20 * dim))
+        weights = soften(log_weights, max(100, 60 * dim))
         mixture = mixture if step else spread_parts(rng, z, weights, number)
         for _ in range(5):
             mixture = fit_parts(mixture, z, weights)
