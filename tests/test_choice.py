@@ -93,7 +93,8 @@ def test_without_a_maximum_there_is_still_a_map(monkeypatch):
     """A ring: the curvature at the centre is not a maximum's. Its radius is 10."""
     monkeypatch.setattr(choice, "FULL_MAP", 1)  # as in many dimensions
     ring = problem_of(lambda x: -2.0 * (jnp.sqrt(x @ x + 0.01) - 10) ** 2, 2, at=0.01)
-    fitted = find_map(KEY, ring, 128)
+    start = Affine(jnp.full(2, 0.01), jnp.eye(2))
+    fitted = find_map(KEY, ring, 128, start=start)
     found = fitted.transport
     assert np.isfinite(fitted.pareto_k) and found.scale.shape == (2,)
     np.testing.assert_allclose(found.shift, 0, atol=2)

@@ -896,9 +896,8 @@ def late(x):
 # A log density, its statistic, and a word of the warning it raises.
 HOSTILE = {
     "flat direction": (lambda x: -(x[0] ** 2), None, "R-hat|tails|moving"),
-    "two modes": (two_modes, None, "another mode"),
     "Cauchy tails": (lambda x: -jnp.sum(jnp.log1p(x**2)), None, "tails|R-hat"),
-    "NaN later": (cut, None, "diverge|not finite|Pareto|zero"),
+    "NaN later": (cut, None, "NaN at"),
     "NaN statistic later": (bell, late, "not finite"),
 }
 
@@ -944,9 +943,8 @@ def test_no_chain_is_run_where_none_is_needed():
     found = points_report()
     assert isinstance(found.job, PointJob) and found.job.scheme == "importance"
     assert found.trusted and found.reached, str(found)
-    assert (
-        np.abs(found.estimate.mean - normal_truth()) < 4.5 * found.estimate.mcse
-    ).all()
+    apart = np.abs(found.estimate.mean - normal_truth())  # which has its own rounding
+    assert (apart < 4.5 * found.estimate.mcse + 1e-13).all()
     assert found.estimate.ess.min() > 20 * found.job.gradients
     assert list(found.job.stages) == ["compiling", "map", "importance", "other"]
     assert "no chain" in str(found) and "compiling" in str(found)
@@ -1069,6 +1067,35 @@ AWKWARD = {
     ),
     "large constant": (lambda x: 1e8 + bell(x - 1), jnp.zeros(2), None, 1.0, ""),
     "far start": (lambda x: bell((x - 1e3) / 0.01), jnp.zeros(2), None, 1e3, ""),
+    "two modes": (two_modes, jnp.full(2, 0.5), None, 0.0, "mixture"),
+    "far modes": (
+        lambda x: jnp.logaddexp(jnp.log(0.7) + bell(x), jnp.log(0.3) + bell(x - 20)),
+        jnp.zeros(1),
+        None,
+        6.0,
+        "mixture",
+    ),
+    "ten dimensions": (
+        lambda x: jnp.logaddexp(jnp.log(0.7) + bell(x), jnp.log(0.3) + bell(x - 4)),
+        jnp.zeros(10),
+        lambda x: x[:2],
+        1.2,
+        "mixture",
+    ),
+    "banana": (
+        lambda x: bell(x[:1] / 2) + bell(x[1:] - x[:1] ** 2 / 2),
+        jnp.zeros(2),
+        None,
+        np.array([0.0, 2.0]),
+        "mixture",
+    ),
+    "funnel": (
+        lambda x: bell(x[:1] / 1.5) + bell(x[1:] * jnp.exp(-x[0] / 2)) - x[0],
+        jnp.zeros(3),
+        lambda x: x[0],
+        0.0,
+        "mixture",
+    ),
     "kink": (lambda x: -jnp.abs(x[0] - 3) + bell(x), jnp.zeros(1), None, None, ""),
 }
 
@@ -1085,15 +1112,10 @@ def test_awkward_targets_are_right_and_trusted(name):
             assert (error < 4 * found.estimate.mcse).all(), (key, str(found))
 
 
-def far_modes(x):
-    return jnp.logaddexp(jnp.log(0.7) + bell(x), jnp.log(0.3) + bell(x - 20))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("density", "statistic", "words"),
     [
-        (far_modes, None, "another mode"),
         (lambda x: -jnp.log1p(x[0] ** 2), lambda x: jnp.sqrt(jnp.abs(x)), "too heavy"),
         (lambda x: -1.25 * jnp.log1p(x[0] ** 2 / 1.5), jnp.abs, "too heavy"),
     ],

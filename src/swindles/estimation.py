@@ -349,7 +349,7 @@ def is_poor(found: Any) -> bool:
 def why_not_points(job: PointJob, clock: Clock) -> str:
     """Why weighted points will not do, in words; empty if they will."""
     run, findings, goal = job.run, job.findings, job.goal
-    found, estimate = job.run.estimate(), job.estimate()
+    estimate = job.estimate()
     errors = goal.errors(np.sqrt(estimate.variance))
     errors = np.where(findings.heavy, np.inf, errors)  # hopeless, and flagged
     spent = clock.stages.get("importance", Stage(1e-3, 0.0)).seconds
@@ -365,8 +365,8 @@ def why_not_points(job: PointJob, clock: Clock) -> str:
         return "the Stein features do not average to zero"
     if not np.isfinite(estimate.mcse).all():
         return "an estimate from the points is not finite"
-    if job.mixture is None and (job.beyond > np.maximum(errors, found.mcse)).any():
-        return "a Gaussian's points do not reach the tails"
+    if job.mixture is None and (job.beyond > np.sqrt(estimate.variance)).any():
+        return "the tails decide, and a Gaussian's points do not reach them"
     if longer > (goal.seconds or np.inf) and run.efficiency.min() < 0.3:
         return "weighted points would take too long"
     return ""
@@ -582,10 +582,14 @@ def posterior_warnings(findings: Findings) -> list[str]:
         )
     if findings.heavy.any():
         found.append(
-            f"the density's tails are too heavy for {findings.heavy.sum()} statistics: "
-            "they have no variance, or hardly one, and so no error"
+            f"the density's tails are too heavy for {findings.heavy.sum()} of the "
+            "statistics: they have no variance, or hardly one, and so no error"
         )
     return found
+
+
+# Share of points that may be left out without a word.
+MOST_UNDEFINED = 1e-3
 
 
 def point_warnings(job: PointJob) -> list[str]:
@@ -595,6 +599,11 @@ def point_warnings(job: PointJob) -> list[str]:
         found.append(
             f"Pareto k of the weights is {run.pareto_k.max():.2f}: the map's tails are "
             "too thin; leave the scheme to `estimate`"
+        )
+    if run.undefined.max() > MOST_UNDEFINED:
+        found.append(
+            f"the log density is NaN at {run.undefined.max():.1%} of the points: those "
+            "places were left out; mend the density, or let it say minus infinity"
         )
     if run.efficiency.min() * run.gradients < 200:
         found.append("a few points have most of the weight: leave the scheme open")

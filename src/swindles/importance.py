@@ -226,6 +226,8 @@ class Weighted(NamedTuple):
         In a sequence, for each block.
     pareto_k, efficiency
         Of the weights, for each block.
+    undefined
+        Share of the points where the density is NaN, for each block.
     draws
         A few draws of the posterior, in latent space.
     rounding
@@ -253,6 +255,7 @@ class Weighted(NamedTuple):
     pairs: Int[np.ndarray, " blocks"]
     pareto_k: Float[np.ndarray, " blocks"]
     efficiency: Float[np.ndarray, " blocks"]
+    undefined: Float[np.ndarray, " blocks"]
     draws: Float[np.ndarray, "rows chains dim"]
     rounding: Float[np.ndarray, " statistics"]
 
@@ -366,6 +369,7 @@ def weigh_points(
     """
     rng = np.random.default_rng(seed)
     points = draw_points(rng, evaluate, transport, pairs, proposal)
+    undefined = np.array([np.isnan(points.logdensity).mean()])
     points = drop_impossible(points)
     log_weights = points.log_weights
     peak = float(np.nanmax(log_weights))
@@ -375,23 +379,29 @@ def weigh_points(
     orders = feature_orders(np.size(transport.shift), order)
     widths = [int((orders <= last).sum()) for last in np.unique(orders)]
     rest, beta = cross_fit(rows, widths)
-    sums = sequence_sums(rows, rest)
+    weight, *sums = (x[None] for x in pair_sums(rows, rest, SEQUENCES))
     k, worth = pareto_k(log_weights), weight_efficiency(log_weights)
-    numbers = np.array([pairs]), np.array([k]), np.array([worth])
+    numbers = np.array([pairs]), np.array([k]), np.array([worth]), undefined
+    rounding = evaluate.eps * rounding_size(points, rows, beta, weights)
+    draws = resample(rng, points)
+    first = order, beta, center, peak
+    return Weighted(*first, weight[..., 0], *sums, *numbers, draws, rounding)  # type: ignore
+
+
+def rounding_size(
+    points: Points, rows: WeightedPairs, beta: np.ndarray, weights: np.ndarray
+) -> Float[np.ndarray, " statistics"]:
+    """What is off by one unit in the last place: statistics, weights, features."""
     size = np.sqrt(weights @ points.values**2 / weights.sum())
     moved = np.sqrt((rows.features**2).mean(0)) @ np.abs(beta) / rows.weight.mean()
     noise = np.abs(points.logdensity[weights > 0]).mean() / np.sqrt(len(weights))
-    rounding = evaluate.eps * ((1 + noise) * size + moved)
-    draws = resample(rng, points)
-    first = order, beta, center, peak
-    return Weighted(*first, *sums, *numbers, draws, rounding)  # type: ignore
+    return (1 + noise) * size + moved
 
 
-def sequence_sums(rows: WeightedPairs, rest: np.ndarray) -> list[np.ndarray]:
-    """One block of sums: of weights, values, what is left of them, and squares."""
-    parts = rows.weight[:, None], rows.values, rest, rows.square
-    sums = [x.reshape(1, SEQUENCES, -1, x.shape[1]).sum(2) for x in parts]
-    return [sums[0][..., 0], *sums[1:]]
+def pair_sums(rows: WeightedPairs, rest: np.ndarray, parts: int = 1) -> list:
+    """Sums of weights, values, what is left of them, and squares; by equal parts."""
+    each = rows.weight[:, None], rows.values, rest, rows.square
+    return [x.reshape(parts, -1, x.shape[1]).sum(1) for x in each]
 
 
 def weigh_more(
@@ -415,28 +425,41 @@ def weigh_more(
     ...     weigh_more((0, 1), evaluate, identity(2), run, 256).gradients
     12288
     """
-    rng, dim = np.random.default_rng(seed), np.size(transport.shift)
-    proposal = proposal or RoundProposal(dim)
-    sums, weights = [], []
-    for _ in range(SEQUENCES):
-        points = drop_impossible(evaluate(transport, proposal.pairs(rng, pairs)))
-        points = points._replace(log_proposal=proposal.log_density(points.z))
-        rows = weigh_pairs(points, run.order, run.center, run.peak)
-        rest = rows.values - rows.features @ run.beta
-        parts = rows.weight[:, None], rows.values, rest, rows.square
-        sums.append([part.sum(0) for part in parts])
-        weights.append(points.log_weights)
-    new = [np.stack(part)[None] for part in zip(*sums, strict=True)]
-    every = np.concatenate(weights)
-    return run._replace(
-        weight=np.concatenate([run.weight, new[0][..., 0]]),
-        plain=np.concatenate([run.plain, new[1]]),
-        swindled=np.concatenate([run.swindled, new[2]]),
-        square=np.concatenate([run.square, new[3]]),
-        pairs=np.append(run.pairs, pairs),
-        pareto_k=np.append(run.pareto_k, pareto_k(every)),
-        efficiency=np.append(run.efficiency, weight_efficiency(every)),
+    rng = np.random.default_rng(seed)
+    proposal = proposal or RoundProposal(np.size(transport.shift))
+    inputs = rng, evaluate, transport, run, pairs, proposal
+    found = [weigh_sequence(*inputs) for _ in range(SEQUENCES)]
+    weight, plain, swindled, square, log_weights, undefined = (
+        np.concatenate(part) for part in zip(*found, strict=True)
     )
+    return run._replace(
+        weight=np.concatenate([run.weight, weight[None, :, 0]]),
+        plain=np.concatenate([run.plain, plain[None]]),
+        swindled=np.concatenate([run.swindled, swindled[None]]),
+        square=np.concatenate([run.square, square[None]]),
+        pairs=np.append(run.pairs, pairs),
+        pareto_k=np.append(run.pareto_k, pareto_k(log_weights)),
+        efficiency=np.append(run.efficiency, weight_efficiency(log_weights)),
+        undefined=np.append(run.undefined, undefined.mean()),
+    )
+
+
+def weigh_sequence(
+    rng: np.random.Generator,
+    evaluate: Evaluator,
+    transport: Affine,
+    run: Weighted,
+    pairs: int,
+    proposal: Any,
+) -> list[np.ndarray]:
+    """Sums over one more sequence; its log weights, and where the density is NaN."""
+    points = evaluate(transport, proposal.pairs(rng, pairs))
+    undefined = np.isnan(points.logdensity)
+    log_proposal = proposal.log_density(points.z)
+    points = drop_impossible(points._replace(log_proposal=log_proposal))
+    rows = weigh_pairs(points, run.order, run.center, run.peak)
+    rest = rows.values - rows.features @ run.beta
+    return [*pair_sums(rows, rest), points.log_weights, undefined]
 
 
 def climb_from_afar(
@@ -493,7 +516,7 @@ def far_modes(
     >>> with enable_x64(True):
     ...     evaluate, rng = Evaluator(two, 1), np.random.default_rng(0)
     ...     (found,) = far_modes(rng, evaluate, unit_map([0]))
-    >>> found.transport.shift.round(1).tolist(), round(found.elbo - np.log(2), 2)
+    >>> found.transport.shift.round(1).tolist(), round(float(found.elbo - np.log(2)), 2)
     ([12.0], 1.0)
     """
     dim, modes = np.size(transport.shift), []
@@ -512,7 +535,7 @@ def far_modes(
         near = np.linalg.norm(known - mode.transport.shift, axis=1).min()
         known = np.concatenate([known, rest[:1], mode.transport.shift[None]])
         if near > 3 + np.sqrt(dim) and mode.elbo > -np.inf:
-            modes.append(mode._replace(elbo=mode.elbo - origin))
+            modes.append(mode._replace(elbo=mode.elbo - float(origin)))
     return modes
 
 
@@ -532,7 +555,7 @@ def climb_to_end(
     if not np.isfinite(precision).all() or np.linalg.eigvalsh(precision)[0] < 1e-6:
         return Gaussian(Affine(shift, scale), np.nan, np.nan, -np.inf)
     scale = scale @ np.linalg.cholesky(np.linalg.inv(precision))
-    mass = height + np.linalg.slogdet(scale)[1]
+    mass = float(height + np.linalg.slogdet(scale)[1])
     return Gaussian(triangular(Affine(shift, scale)), np.nan, np.nan, mass)
 
 

@@ -95,8 +95,9 @@ def from_numpyro(model: Callable, *args: Any, **kwargs: Any) -> Model:
     util = need("numpyro.infer.util", "numpyro")
     start = need("numpyro.infer", "numpyro").init_to_uniform(radius=0.1)
     key = jax.random.key(0)
+    options = {"init_strategy": start, "validate_grad": False}  # we do that ourselves
     found, potential, constrain, _ = util.initialize_model(
-        key, model, init_strategy=start, model_args=args, model_kwargs=kwargs
+        key, model, model_args=args, model_kwargs=kwargs, **options
     )
     return Model(lambda position: -potential(position), found.z, constrain)
 
