@@ -223,8 +223,9 @@ def improve_mixture(
             return
         now = MixtureRound(mixture, pareto_k(own), weight_efficiency(own))
         yield now
-        stale = 0 if now.efficiency > WORTH_GAIN * best else stale + 1
-        best = max(best, now.efficiency)
+        worth = now.efficiency if now.pareto_k <= 0.7 else 0.0
+        stale = 0 if worth > WORTH_GAIN * best else stale + 1
+        best = max(best, worth)
         if best > GOOD_WORTH or (stale > 1 and best > FAIR_WORTH):
             return
         seen.append((points.z, density))
