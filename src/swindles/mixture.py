@@ -253,8 +253,8 @@ def find_mixture(
 
     Examples
     --------
-    >>> import jax.numpy as jnp
     >>> from jax import enable_x64
+    >>> from jax import numpy as jnp
     >>> from swindles.transport import standard_normal, unit_map
     >>> def two(x):
     ...     return jnp.logaddexp(standard_normal(x), standard_normal(x - 9))
@@ -292,8 +292,8 @@ def missed_mode(
 
     Examples
     --------
-    >>> import jax.numpy as jnp
     >>> from jax import enable_x64
+    >>> from jax import numpy as jnp
     >>> from swindles.transport import standard_normal, unit_map
     >>> def two(x):
     ...     return jnp.logaddexp(standard_normal(x), standard_normal(x - 18))
