@@ -1082,20 +1082,6 @@ AWKWARD = {
         1.2,
         "mixture",
     ),
-    "banana": (
-        lambda x: bell(x[:1] / 2) + bell(x[1:] - x[:1] ** 2 / 2),
-        jnp.zeros(2),
-        None,
-        np.array([0.0, 2.0]),
-        "mixture",
-    ),
-    "funnel": (
-        lambda x: bell(x[:1] / 1.5) + bell(x[1:] * jnp.exp(-x[0] / 2)) - x[0],
-        jnp.zeros(3),
-        lambda x: x[0],
-        0.0,
-        "mixture",
-    ),
     "kink": (lambda x: -jnp.abs(x[0] - 3) + bell(x), jnp.zeros(1), None, None, ""),
 }
 
