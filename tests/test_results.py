@@ -150,7 +150,8 @@ def test_traces():
     job = SamplerJob("logistic", "hmc", "cva", "published", OTHER)
     new = as_table(experiments.measure_traces({}, Size(0, 100, 1), job))
     old = read("laptop/traces.csv.bz2")
-    assert_ratio(new["expected"][0], old["expected"][0], 1.001)
+    # A variance of the map itself, and the map was fitted with noise.
+    assert_ratio(new["expected"][0], old["expected"][0], 1.02)
     for name in ("plus", "minus", "control", "mirrored"):
         by_chain = [t[name].reshape(30, 16).mean(0) for t in (new, old)]
         error = [x.std(ddof=1) / 4 for x in by_chain]
