@@ -169,6 +169,14 @@ def test_all_modes_are_found_with_their_masses(dim):
     assert centers[-7] == pytest.approx(np.log(0.3 / 0.2), abs=1e-3)
 
 
+def test_a_mode_that_is_flat_on_top_is_a_mode():
+    def two(x):
+        return jnp.logaddexp(bell(x), bell(jax.nn.relu(jnp.abs(x - 12) - 2)))
+
+    (found,) = far_modes(generator(), Evaluator(two, 2), unit_map(np.zeros(2)))
+    np.testing.assert_allclose(found.transport.shift, 12, atol=2.5)
+
+
 def test_the_map_goes_where_most_of_the_mass_is():
     def two(x):
         return jnp.logaddexp(bell(x), 8 + bell(x - 10))

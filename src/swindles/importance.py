@@ -534,7 +534,7 @@ def far_modes(
         mode = climb_to_end(evaluate, transport, rest[0])
         near = np.linalg.norm(known - mode.transport.shift, axis=1).min()
         known = np.concatenate([known, rest[:1], mode.transport.shift[None]])
-        if near > 3 + np.sqrt(dim) and mode.elbo > -np.inf:
+        if near > 3 + np.sqrt(dim):
             modes.append(mode._replace(elbo=mode.elbo - float(origin)))
     return modes
 
@@ -553,7 +553,7 @@ def climb_to_end(
     shift = np.linalg.solve(transport.scale, found.shift - transport.shift)
     scale = np.linalg.solve(transport.scale, np.asarray(found.scale))
     if not np.isfinite(precision).all() or np.linalg.eigvalsh(precision)[0] < 1e-6:
-        return Gaussian(Affine(shift, scale), np.nan, np.nan, -np.inf)
+        return Gaussian(unit_map(shift), np.nan, np.nan, float(height))  # flat on top
     scale = scale @ np.linalg.cholesky(np.linalg.inv(precision))
     mass = float(height + np.linalg.slogdet(scale)[1])
     return Gaussian(triangular(Affine(shift, scale)), np.nan, np.nan, mass)
