@@ -1109,3 +1109,67 @@ def test_awkward_targets_are_right_and_trusted(name):
 def test_what_nobody_can_know_is_flagged(density, statistic, words):
     found = swindles.estimate(density, jnp.zeros(1), statistic, 1, seconds=10)
     assert not found.trusted and words in " ".join(found.warnings)
+
+
+# Other coordinates.
+
+
+EFFECT = np.array([28.0, 8, -3, 7, -1, 1, 18, 12])
+ERROR = np.array([15.0, 10, 16, 11, 9, 11, 10, 18])
+
+
+def centred_schools():
+    """Eight schools, as everybody writes them at first: a funnel."""
+    numpyro = pytest.importorskip("numpyro")
+    dist = numpyro.distributions
+    mu = numpyro.sample("mu", dist.Normal(0, 5))
+    tau = numpyro.sample("tau", dist.HalfCauchy(5))
+    with numpyro.plate("schools", 8):
+        theta = numpyro.sample("theta", dist.Normal(mu, tau))
+        numpyro.sample("y", dist.Normal(theta, ERROR), obs=EFFECT)
+
+
+def school_statistics(values):
+    return {"mu": values["mu"], "log tau": jnp.log(values["tau"]), **values}
+
+
+@cache
+def schools_by_quadrature():
+    """Means of log tau, mu and theta: theta is integrated out, the rest is a grid."""
+    mu = np.linspace(-30, 40, 701)[:, None, None]
+    log_tau = np.linspace(-14, 7, 1401)[None, :, None]
+    variance = np.exp(2 * log_tau)
+    log_likelihood = stats.norm.logpdf(EFFECT, mu, np.sqrt(variance + ERROR**2)).sum(2)
+    prior = stats.norm.logpdf(mu, 0, 5) + log_tau
+    prior = prior + stats.halfcauchy.logpdf(np.exp(log_tau), 0, 5)
+    weight = np.exp(log_likelihood + prior[..., 0] - np.max(log_likelihood))
+    weight /= weight.sum()
+    pull = variance / (variance + ERROR**2)
+    theta = (weight[..., None] * (mu + pull * (EFFECT - mu))).sum((0, 1))
+    return {
+        "log tau": (weight * log_tau[..., 0]).sum(),
+        "mu": (weight * mu[..., 0]).sum(),
+        "theta": theta,
+    }
+
+
+@pytest.mark.slow
+def test_a_funnel_is_right_and_trusted_in_other_coordinates(tmp_path):
+    """Over three keys; and a run in other coordinates goes on from its file."""
+    model, truth = swindles.from_numpyro(centred_schools), schools_by_quadrature()
+    for key in range(3):
+        options = {"statistics": school_statistics, "key": key, "relative": 0.01}
+        file = tmp_path / f"{key}.npz"
+        report = swindles.estimate(model, **options, file=file)
+        assert report.trusted and report.reached and report.job.whitened
+        for name, value in truth.items():
+            score = (np.asarray(report.mean[name]) - value) / report.mcse[name]
+            assert np.abs(score).max() < 4.5
+    again = load(file, model, statistics=school_statistics)
+    np.testing.assert_array_equal(again.estimate.mean, report.estimate.mean)
+    further, same = (each.resume(relative=0.004) for each in (again, report))
+    assert further.estimate.num_draws > report.estimate.num_draws
+    np.testing.assert_array_equal(further.estimate.mean, same.estimate.mean)
+    called = swindles.estimate(model, **options | {"relative": 0.004}, file=file)
+    np.testing.assert_array_equal(called.estimate.mean, same.estimate.mean)
+    assert further.trusted and set(again.to_arviz().posterior) == {"mu", "tau", "theta"}

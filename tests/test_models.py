@@ -6,6 +6,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from jax.flatten_util import ravel_pytree
 from scipy import stats
 
 from swindles import models
@@ -16,6 +17,8 @@ from swindles.models import (
     make_problem,
     name_numbers,
     need,
+    quantile_of,
+    whiten_sites,
 )
 from swindles.transport import Affine
 
@@ -259,3 +262,88 @@ def test_bad_models_are_refused_in_words(name):
     logdensity, position, statistics, words = BAD[name]
     with pytest.raises(ValueError, match=words):
         make_problem(Model(logdensity, position), statistics)
+
+
+# Whitened priors.
+
+
+PRIORS = {
+    "normal": (dist.Normal(1.0, 2.0), stats.norm(1, 2)),
+    "half-normal": (dist.HalfNormal(2.0), stats.halfnorm(0, 2)),
+    "Cauchy": (dist.Cauchy(1.0, 2.0), stats.cauchy(1, 2)),
+    "half-Cauchy": (dist.HalfCauchy(2.0), stats.halfcauchy(0, 2)),
+    "exponential": (dist.Exponential(2.0), stats.expon(0, 0.5)),
+    "uniform": (dist.Uniform(1.0, 3.0), stats.uniform(1, 2)),
+    "logistic": (dist.Logistic(1.0, 2.0), stats.logistic(1, 2)),
+    "Gumbel": (dist.Gumbel(1.0, 2.0), stats.gumbel_r(1, 2)),
+    "chi-square": (dist.Gamma(0.5, 0.5), stats.chi2(1)),
+    "log-normal": (dist.LogNormal(1.0, 0.5), stats.lognorm(0.5, scale=np.e)),
+}
+
+
+@pytest.mark.parametrize("name", PRIORS)
+def test_quantiles_turn_a_normal_into_the_prior(name):
+    """Value, and density by the change of variables, far into both tails."""
+    prior, truth = PRIORS[name]
+    with jax.enable_x64(True):
+        u = jnp.array([-6.0, -3.0, -0.5, 0.0, 0.7, 3.0, 6.0])
+        quantile = quantile_of(prior.expand([1]).to_event(1))
+        found = np.asarray(quantile(u))
+        slope = np.asarray(jax.vmap(jax.grad(quantile))(u))
+    left, right = truth.cdf(found), truth.sf(found)
+    np.testing.assert_allclose(left[:4], stats.norm.cdf(u[:4]), rtol=1e-6)
+    np.testing.assert_allclose(right[4:], stats.norm.sf(u[4:]), rtol=1e-6)
+    np.testing.assert_allclose(
+        truth.logpdf(found) + np.log(slope), stats.norm.logpdf(u), rtol=1e-10
+    )
+
+
+def hierarchy(y):
+    """Priors that depend on each other, a plate, a vector, and one without quantile."""
+    tau = numpyro.sample("tau", dist.HalfCauchy(2.0))
+    rate = numpyro.sample("rate", dist.Gamma(2.0, 1.0))
+    pair = dist.MultivariateNormal(jnp.ones(2), jnp.array([[2.0, 0.5], [0.5, 1.0]]))
+    numpyro.sample("pair", pair)
+    with numpyro.plate("groups", 4):
+        theta = numpyro.sample("theta", dist.Normal(rate, tau))
+        numpyro.sample("y", dist.Normal(theta, 1.0), obs=y)
+
+
+def test_whitened_model_is_the_same_posterior():
+    """Its density is that of the usual coordinates, times the volume of the change."""
+    with jax.enable_x64(True):
+        usual = from_numpyro(hierarchy, Y)
+        white = usual.whitened()
+        names = ["pair_whitened", "rate", "tau_whitened", "theta_whitened"]
+        assert sorted(white.position) == names  # what has no quantile stays
+        rng = np.random.default_rng(2)
+
+        def to_usual(position):
+            values = white.constrain(position)
+            logs = {name: jnp.log(values[name]) for name in ("rate", "tau")}
+            return values | logs
+
+        restore = ravel_pytree(white.position)[1]
+        change_of = jax.jit(
+            jax.jacobian(lambda v: ravel_pytree(to_usual(restore(v)))[0])
+        )
+        for _ in range(3):
+            position = jax.tree.map(
+                lambda x: jnp.asarray(rng.normal(size=x.shape)), white.position
+            )
+            change = change_of(ravel_pytree(position)[0])
+            volume = np.linalg.slogdet(change)[1]
+            there = usual.logdensity(to_usual(position)) + volume
+            np.testing.assert_allclose(white.logdensity(position), there, rtol=1e-9)
+            same = usual.constrain(to_usual(position))
+            for name, value in white.constrain(position).items():
+                np.testing.assert_allclose(same[name], value, rtol=1e-9)
+        assert usual.whitened() is white  # and so are its programs
+
+
+def test_whitening_leaves_data_and_names_alone():
+    model = numpyro.handlers.seed(whiten_sites(hierarchy), 0)
+    sites = numpyro.handlers.trace(model).get_trace(Y)
+    np.testing.assert_array_equal(sites["y"]["value"], Y)
+    assert sites["tau"]["type"] == "deterministic"
+    assert sites["rate"]["type"] == "sample"

@@ -153,7 +153,7 @@ class Clock:
     @contextmanager
     def stage(self, name: str, count: Callable[[], float] = lambda: 0) -> Iterator:
         """Add what is done inside to a stage; ``count`` tells the gradients so far."""
-        self.bar.set_description(name)
+        self.bar.set_description(name, refresh=False)
         begin, before = time.perf_counter(), count()
         try:
             yield
@@ -212,6 +212,7 @@ class PointJob(NamedTuple):
     stages: dict[str, Stage]
     mixture: Mixture | None = None  # what points are drawn from, if not from the map
     reason: str = ""  # why the map itself would not do
+    whitened: bool = False  # whether its coordinates are standard normal a priori
 
     @property
     def scheme(self) -> str:
@@ -400,6 +401,7 @@ class Job(NamedTuple):
     stuck: int
     forecast: dict[str, float]  # operations to the goal, by scheme
     reason: str  # why chains were run
+    whitened: bool = False  # whether its coordinates are standard normal a priori
 
     @property
     def swindled(self) -> Moments:
@@ -626,17 +628,20 @@ def tail_warnings(job: Job, problem: Problem) -> list[str]:
     return [f"tails of {heavy.sum()} statistics ({first}) are too heavy for an error"]
 
 
-def jump_note(findings: Findings) -> list[str]:
-    """What a jump in the density has led to, in words."""
-    if not findings.jump:
-        return []
-    how = "is cut off" if findings.jump == np.inf else f"jumps by {findings.jump:.2g}"
-    return [f"the log density {how}: no Stein features were used"]
+def density_notes(job: Job | PointJob) -> list[str]:
+    """What the density has led to, in words."""
+    jump, found = job.findings.jump, []
+    if jump:
+        how = "is cut off" if jump == np.inf else f"jumps by {jump:.2g}"
+        found.append(f"the log density {how}: no Stein features were used")
+    if job.whitened:
+        found.append("in coordinates that are standard normal under the prior")
+    return found
 
 
 def point_notes(job: PointJob, estimate: Estimate) -> list[str]:
     """What is good to know of weighted points, in words."""
-    found = jump_note(job.findings)
+    found = density_notes(job)
     if (estimate.mcse < 1.5 * job.run.rounding).any():
         found.append('some errors are of the arithmetic: dtype="float64" may help')
     if (job.beyond > 0.7 * estimate.mcse).any():
@@ -646,7 +651,7 @@ def point_notes(job: PointJob, estimate: Estimate) -> list[str]:
 
 def job_notes(job: Job, estimate: Estimate) -> list[str]:
     """What is good to know, in words."""
-    found, plan = jump_note(job.findings), job.plan
+    found, plan = density_notes(job), job.plan
     if (estimate.mcse < 1.5 * plan.rounding).any():
         found.append('some errors are of the arithmetic: dtype="float64" may help')
     if (estimate.mcse < 1.5 * np.sqrt(plan.shared_variance)).any():
@@ -908,7 +913,9 @@ class Report:
         if mcse is None and relative is None:
             goal = self.job.goal._replace(seconds=seconds, gradients=gradients)
         task = Task(self.problem, self.transport, file, self.about)
-        with precision_of(self.problem), Clock() as clock:
+        task = task._replace(whitened=self.job.whitened)
+        calm = calm_numbers(self.problem.dim)
+        with precision_of(self.problem), calm, Clock() as clock:
             return run_until_done(self.job._replace(goal=goal), task, clock)
 
 
@@ -1025,6 +1032,13 @@ class Task(NamedTuple):
     transport: Any  # the map; None when there is none yet
     file: str | Path | None
     about: dict
+    whiten: Callable[[], Problem] | None = None  # the same, in other coordinates
+    whitened: bool = False  # whether the problem is the one in other coordinates
+
+    def in_other_coordinates(self) -> "Task":
+        """The task in the coordinates that are standard normal under the prior."""
+        assert self.whiten is not None
+        return self._replace(problem=self.whiten(), transport=None, whitened=True)
 
     def save(self, job: Job | PointJob) -> None:
         """Write the job to the file, if there is one."""
@@ -1123,21 +1137,19 @@ def point_space(request: Request, task: Task) -> tuple[Evaluator, Affine]:
     return task.problem.evaluator(), task.transport
 
 
-def point_job(
+def map_points(
     request: Request, task: Task, findings: Findings, clock: Clock
 ) -> tuple[PointJob | None, str]:
-    """Points of the map, or of a mixture; or None, and why neither will do."""
+    """Points of the map, if it is not hopeless, and why they will not do."""
+    if request.scheme not in (None, "importance"):
+        poor = not findings.pareto_k <= GOOD_K
+        return None, f"{request.scheme} was asked for" if poor else ""
     evaluate, inner = point_space(request, task)
-    asked, job = request.scheme == "importance", None
-    reason = f"the map is poor, its weights are worth {findings.efficiency:.1%}"
+    if request.scheme is None and is_poor(findings):
+        return None, f"the map is poor, its weights are worth {findings.efficiency:.1%}"
     with clock.stage("importance", lambda: evaluate.gradients):
-        if asked or not is_poor(findings):
-            job = first_points(request, evaluate, inner, findings)
-            reason = why_not_points(job, clock)
-    if not reason:
-        return job, ""
-    other = try_mixture(request, task, findings, reason, clock)
-    return (other or job if asked else other), reason
+        job = first_points(request, evaluate, inner, findings)
+        return job, why_not_points(job, clock)
 
 
 def try_mixture(
@@ -1152,19 +1164,35 @@ def try_mixture(
     return None if job is None or why_not_points(job, clock) else job
 
 
-def set_up(request: Request, task: Task, clock: Clock) -> tuple[Job | PointJob, Task]:
-    """Find a map, and weigh points; if that will not do, choose a scheme."""
+def map_task(
+    request: Request, task: Task, clock: Clock
+) -> tuple[Task, Findings, float]:
+    """The task with a map, what that shows of the posterior, and the map's ELBO."""
     evaluate, _ = point_space(request, task)
     with clock.stage("map", lambda: evaluate.gradients):
         found = map_stage(request, evaluate, task)
         findings = inspect_posterior(request.key, evaluate, found)
     inner = Affine(*(jnp.asarray(x, evaluate.dtype) for x in found.transport))
     task = task if request.own else task._replace(transport=inner)
-    reason = f"{request.scheme} was asked for"
+    return task, findings, found.elbo
+
+
+def set_up(request: Request, task: Task, clock: Clock) -> tuple[Job | PointJob, Task]:
+    """Find a map, and weigh points; if that will not do, choose a scheme."""
+    task, findings, elbo = map_task(request, task, clock)
+    job, reason = map_points(request, task, findings, clock)
+    if reason and task.whiten and not request.own:
+        other, news, gain = map_task(request, task.in_other_coordinates(), clock)
+        if gain > elbo:
+            task, findings = other, news
+            job, reason = map_points(request, task, findings, clock)
     if request.scheme in (None, "importance"):
-        job, reason = point_job(request, task, findings, clock)
+        if reason:
+            mixed = try_mixture(request, task, findings, reason, clock)
+            job = mixed or (job if request.scheme else None)
         if job is not None:
             return job, task
+    reason = f"{request.scheme} was asked for" if request.scheme else reason
     return chain_job(request, task, findings, reason, clock)
 
 
@@ -1247,7 +1275,8 @@ def run_until_done(
     spent, done, job = begin_blocks(job, clock)
 
     def now() -> Any:
-        return job._replace(stages=add_stages(earlier, clock.all_stages()))
+        stages = add_stages(earlier, clock.all_stages())
+        return job._replace(stages=stages, whitened=task.whitened)
 
     task.save(now())
     try:
@@ -1365,9 +1394,12 @@ def read_same_job(path: str | Path, about: dict, transport: Any) -> tuple[Any, A
     return job, job.transport if transport is None else transport
 
 
-def few_threads(dim: int) -> Any:
-    """A context for linear algebra: threads pay only for large matrices."""
-    return threadpool_limits(None if dim > 300 else 1, "blas")
+@contextmanager
+def calm_numbers(dim: int) -> Iterator[None]:
+    """No threads for small matrices, no words when something overflows far out."""
+    threads = threadpool_limits(None if dim > 300 else 1, "blas")
+    with threads, np.errstate(over="ignore", invalid="ignore"):
+        yield
 
 
 def take_up_or_set_up(request: Request, task: Task, clock: Clock) -> tuple[Any, Task]:
@@ -1375,7 +1407,14 @@ def take_up_or_set_up(request: Request, task: Task, clock: Clock) -> tuple[Any, 
     if not (task.file and Path(task.file).exists()):
         return set_up(request, task, clock)
     job, to_x = read_same_job(task.file, task.about, task.transport)
+    task = task.in_other_coordinates() if job.whitened and task.whiten else task
     return job._replace(goal=request.goal), task._replace(transport=to_x)
+
+
+def other_problem(model: Model, statistics: Any) -> Callable[[], Problem] | None:
+    """What makes the problem in whitened coordinates, if the model can tell."""
+    whitened = model.whitened
+    return None if whitened is None else lambda: make_problem(whitened(), statistics)
 
 
 def import_early(name: str) -> None:
@@ -1471,13 +1510,14 @@ def estimate(
     clock, key = Clock(), as_key(key)
     import_early("scipy.stats.qmc")
     given = as_model(model, position)
-    with jax.enable_x64(wants_double(given, dtype)), clock, few_threads(given.dim):
+    with jax.enable_x64(wants_double(given, dtype)), clock, calm_numbers(given.dim):
         with clock.stage("compiling"):
             problem = make_problem(given, statistics)
         goal = make_goal(problem, mcse, relative, seconds, gradients)
         check_options(scheme, chains, problem.dim)
         options = {"chains": chains, "scheme": scheme, "key": key_seed(key)}
-        task = Task(problem, transport, file, describe_problem(problem) | options)
+        parts = transport, file, describe_problem(problem) | options
+        task = Task(problem, *parts, other_problem(given, statistics))
         request = Request(key, goal, scheme, chains, transport is not None)
         job, task = take_up_or_set_up(request, task, clock)
         return run_until_done(job, task, clock, request)
@@ -1509,8 +1549,11 @@ def load(
     job, about = read_job(path)
     if model is not None:
         with jax.enable_x64(about.get("dtype") == "float64"):
-            problem = make_problem(as_model(model, position), statistics)
+            given = as_model(model, position)
+            problem = make_problem(given, statistics)
             job, to_x = read_same_job(path, describe_problem(problem), transport)
+            whiten = other_problem(given, statistics) if job.whitened else None
+            problem = whiten() if whiten else problem
             return make_report(job, Task(problem, to_x, None, about))
     found = job.estimate()
     errors = job.goal.errors(np.sqrt(found.variance))

@@ -471,7 +471,7 @@ def climb_from_afar(
     now = evaluate(transport, far * rng.normal(size=(BATCH, dim)))
     size, last = np.ones(BATCH), np.full(BATCH, np.inf)
     for _ in range(steps):
-        move = size[:, None] * np.nan_to_num(now.score)
+        move = size[:, None] * np.nan_to_num(now.score).clip(-1e100, 1e100)
         length = np.linalg.norm(move, axis=1, keepdims=True)
         reach = 1 + np.linalg.norm(now.z, axis=1, keepdims=True) / 2
         tried = evaluate(

@@ -561,18 +561,19 @@ def improve_gaussian(
     rng, dim = np.random.default_rng(seed), start.shift.size
     number = int(2 ** np.ceil(np.log2(np.clip(8 * dim, 1024, 8192))))
     points = evaluate(start, mirrored_normal(rng, number, dim))
-    best, rate = assess_map(start, points), 1.0
+    best, rate, idle = assess_map(start, points), 1.0, 0
     for _ in range(MOST_ROUNDS):
         now = improve_map(best.transport, finite_points(points), rate)
         tried = evaluate(now, mirrored_normal(rng, number, dim))
         found = assess_map(now, tried)
         gain = found.elbo - best.elbo
-        if gain > LITTLE_ELBO:
+        idle = 0 if gain > LITTLE_ELBO else idle + 1
+        if gain > -LITTLE_ELBO:  # or a step on the level: it has noise
             best, points, rate = found, tried, min(1.0, 2 * rate)
-        elif rate < 0.1 or gain > -LITTLE_ELBO:
-            break
         else:
             rate /= 4
+        if idle == 2 or rate < 0.03:
+            break
     return best, points
 
 
