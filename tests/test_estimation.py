@@ -1173,3 +1173,22 @@ def test_a_funnel_is_right_and_trusted_in_other_coordinates(tmp_path):
     called = swindles.estimate(model, **options | {"relative": 0.004}, file=file)
     np.testing.assert_array_equal(called.estimate.mean, same.estimate.mean)
     assert further.trusted and set(again.to_arviz().posterior) == {"mu", "tau", "theta"}
+
+
+# Steps that are too large for the tails.
+
+
+def test_finer_steps_find_nothing_new_where_the_run_is_right(plain_report):
+    """And they do where the run has seen the middle only."""
+    job, latent = plain_report.job, plain_report.problem.through(plain_report.transport)
+    with estimation.precision_of(plain_report.problem):
+        assert estimation.further_with_finer_steps(job, latent) == ""
+        inner = job._replace(draws=0.7 * job.draws)
+        assert estimation.further_with_finer_steps(inner, latent) == "x[0]"
+
+
+@pytest.fixture(scope="module")
+def plain_report():
+    return swindles.estimate(
+        lambda x: -jnp.sum(jnp.cosh(x)), jnp.zeros(1), scheme="plain", relative=0.02
+    )

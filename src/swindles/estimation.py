@@ -23,6 +23,7 @@ import numpy as np
 from blackjax.mcmc.hmc import HMCState
 from jax import Array
 from jaxtyping import Bool, Float
+from scipy.special import bdtrik
 from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
@@ -44,7 +45,16 @@ from swindles.choice import (
     find_map,
     key_seed,
 )
-from swindles.coupling import Rates, Run, add_block, begin_run, coupled, hmc
+from swindles.coupling import (
+    Rates,
+    Run,
+    add_block,
+    begin_run,
+    coupled,
+    hmc,
+    keep_nothing,
+    start,
+)
 from swindles.importance import (
     SEQUENCES,
     Weighted,
@@ -259,6 +269,8 @@ class PointJob(NamedTuple):
 class PointEngine:
     """What takes the next block of points."""
 
+    stage = "importance"
+
     def __init__(self, job: PointJob, problem: Problem) -> None:
         """Prepare a job; ``problem`` is in x, or in the space of a map of one's own."""
         self.evaluate = problem.evaluator()
@@ -402,6 +414,7 @@ class Job(NamedTuple):
     forecast: dict[str, float]  # operations to the goal, by scheme
     reason: str  # why chains were run
     whitened: bool = False  # whether its coordinates are standard normal a priori
+    further: str = ""  # a statistic of which finer chains find other extremes
 
     @property
     def swindled(self) -> Moments:
@@ -443,6 +456,8 @@ class Job(NamedTuple):
 
 class Engine:
     """What takes the next block of a job; programs compiled for it die with it."""
+
+    stage = "sampling"
 
     def __init__(self, job: Job, problem: Problem) -> None:
         """Prepare a job on a problem in latent space."""
@@ -574,9 +589,9 @@ def chain_warnings(job: Job) -> list[str]:
     return found
 
 
-def posterior_warnings(findings: Findings) -> list[str]:
+def posterior_warnings(job: Any) -> list[str]:
     """What speaks against any answer on this posterior, in words."""
-    found = []
+    findings, found = job.findings, finer_warnings(job)
     if findings.other_mode < np.inf:
         found.append(
             f"another mode was found, {findings.other_mode:.0f} standard deviations "
@@ -626,6 +641,51 @@ def tail_warnings(job: Job, problem: Problem) -> list[str]:
         return []
     first = problem.names[int(heavy.argmax())]
     return [f"tails of {heavy.sum()} statistics ({first}) are too heavy for an error"]
+
+
+# Places to look at on the way of finer chains.
+FINER_ROWS = 16
+
+
+def finer_draws(job: Job, problem: Problem) -> Float[np.ndarray, "rows chains dim"]:
+    """Where chains with a quarter of the step size go from the end of a run."""
+    sampler = hmc(job.step_size / 4, 4 * job.num_integration_steps)
+    algorithm = SCHEMES["plain"].build(sampler, problem.logdensity)
+    now = begin_run(start(algorithm, jnp.asarray(job.run.states.plus.position)), ())
+    key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(job.key)), 1)
+    steps, found = max(len(job.draws) * job.length // (4 * FINER_ROWS), 5), []
+    for _ in range(FINER_ROWS):
+        now = add_block(key, now, algorithm, ((), keep_nothing), steps)
+        found.append(np.asarray(now.states.plus.position))
+    return np.stack(found)
+
+
+# The share of a run's draws that is extreme.
+EXTREME = 1 / 512
+
+
+def further_with_finer_steps(job: Job, problem: Problem) -> str:
+    """The statistic of which chains with smaller steps find other extremes, or none."""
+    see = jax.jit(lambda z: jax.lax.map(jax.vmap(problem.statistic), z))
+    new = np.asarray(see(jnp.asarray(finer_draws(job, problem))))
+    old = np.asarray(see(jnp.asarray(job.draws)))
+    old = np.sort(old.reshape(-1, old.shape[2]), axis=0)
+    few = max(int(EXTREME * len(old)), 2)
+    out = [(new < old[few]).any(0).sum(0), (new > old[-few - 1]).any(0).sum(0)]
+    share = min(FINER_ROWS * (few + np.sqrt(few)) / len(old), 1.0)
+    limit = bdtrik(1 - 5e-3 / (2 * old.shape[1]), new.shape[1], share)
+    most = np.max(out, axis=0)
+    return problem.names[int(most.argmax())] if most.max() > np.ceil(limit) else ""
+
+
+def finer_warnings(job: Any) -> list[str]:
+    """What chains with smaller steps have shown, in words."""
+    if not getattr(job, "further", ""):
+        return []
+    return [
+        f"chains with smaller steps find other extremes of {job.further}: the ends of "
+        "the posterior are missing; other coordinates or a flow may help"
+    ]
 
 
 def density_notes(job: Job | PointJob) -> list[str]:
@@ -1049,7 +1109,7 @@ class Task(NamedTuple):
 def all_warnings(job: Job | PointJob, found: Estimate) -> list[str]:
     """What speaks against a job, as far as it can be told without the model."""
     own = chain_warnings(job) if isinstance(job, Job) else point_warnings(job)
-    return found.warnings() + own + posterior_warnings(job.findings)
+    return found.warnings() + own + posterior_warnings(job)
 
 
 def all_notes(job: Job | PointJob, found: Estimate) -> list[str]:
@@ -1271,7 +1331,6 @@ def run_until_done(
     Where weighted points turn out not to do, a request leaves room for chains.
     """
     engine, saved, earlier = make_engine(job, task), -np.inf, job.stages
-    name = "sampling" if isinstance(job, Job) else "importance"
     spent, done, job = begin_blocks(job, clock)
 
     def now() -> Any:
@@ -1281,7 +1340,7 @@ def run_until_done(
     task.save(now())
     try:
         while not done:
-            with clock.stage(name, lambda: engine.gradients):
+            with clock.stage(engine.stage, lambda: engine.gradients):
                 job = engine.add_block(job)
                 found = job.estimate()
             other = another_way(job, task, clock, request)
@@ -1294,11 +1353,23 @@ def run_until_done(
                 task.save(now())
                 saved = clock.seconds
             show_progress(clock.bar, found, job.goal)
+        job = check_with_finer_steps(job, task, clock)
     except KeyboardInterrupt:
         if len(job.draws) < 2:
             raise
         task.save(now())
     return make_report(now(), task)
+
+
+def check_with_finer_steps(job: Any, task: Task, clock: Clock) -> Any:
+    """The job, if it is one of chains and done, with what smaller steps have shown."""
+    if not isinstance(job, Job) or not np.isfinite(job.estimate().mean).all():
+        return job
+    if not is_reached(job, job.estimate()):
+        return job
+    with clock.stage("check"):
+        latent = task.problem.through(task.transport)
+        return job._replace(further=further_with_finer_steps(job, latent))
 
 
 def add_stages(earlier: dict[str, Stage], later: dict[str, Stage]) -> dict[str, Stage]:

@@ -81,6 +81,10 @@ def need(module: str, extra: str) -> Any:
         ) from error
 
 
+# Behind the name of a site: that of its coordinate that is standard normal a priori.
+WHITE = "_whitened"
+
+
 def from_numpyro(model: Callable, *args: Any, **kwargs: Any) -> Model:
     """A NumPyro model, called with these arguments, as a ``Model``.
 
@@ -250,112 +254,6 @@ class Problem(NamedTuple):
         )
 
 
-def by_tail(u: Array, below: Callable, above: Callable) -> Array:
-    """A function of the smaller tail: ``below`` of Phi(u), or ``above`` of Phi(-u)."""
-    low, high = jnp.where(u < 0, u, -1.0), jnp.where(u < 0, -1.0, -u)
-    return jnp.where(u < 0, below(ndtr(low)), above(ndtr(high)))
-
-
-def half_normal_quantile(u: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The quantile of a half-normal distribution at Phi(u).
-
-    Examples
-    --------
-    >>> half_normal_quantile(jnp.array([-1.0, 0.0, 5.0])).round(3).tolist()
-    [0.20000000298023224, 0.6740000247955322, 5.130000114440918]
-    """
-    root = jnp.sqrt(2.0)
-    return by_tail(u, lambda p: root * erfinv(p), lambda p: -ndtri(p / 2))
-
-
-def half_cauchy_quantile(u: Array) -> Array:
-    """The quantile of a half-Cauchy distribution at Phi(u)."""
-    half = jnp.pi / 2
-    return by_tail(u, lambda p: jnp.tan(half * p), lambda p: 1 / jnp.tan(half * p))
-
-
-def cauchy_quantile(u: Array) -> Array:
-    """The quantile of a Cauchy distribution at Phi(u)."""
-    return by_tail(
-        u, lambda p: -1 / jnp.tan(jnp.pi * p), lambda p: 1 / jnp.tan(jnp.pi * p)
-    )
-
-
-# By the name of a distribution in NumPyro: a draw of it, from a standard normal one.
-QUANTILES: dict[str, Callable[[Any, Array], Array]] = {
-    "Normal": lambda prior, u: prior.loc + prior.scale * u,
-    "HalfNormal": lambda prior, u: prior.scale * half_normal_quantile(u),
-    "Cauchy": lambda prior, u: prior.loc + prior.scale * cauchy_quantile(u),
-    "HalfCauchy": lambda prior, u: prior.scale * half_cauchy_quantile(u),
-    "Exponential": lambda prior, u: -log_ndtr(-u) / prior.rate,
-    "Uniform": lambda prior, u: prior.low + (prior.high - prior.low) * ndtr(u),
-    "Logistic": lambda p, u: p.loc + p.scale * (log_ndtr(u) - log_ndtr(-u)),
-    "Gumbel": lambda prior, u: prior.loc - prior.scale * jnp.log(-log_ndtr(u)),
-    "Gamma": lambda prior, u: half_normal_quantile(u) ** 2 / (2 * prior.rate),
-    "MultivariateNormal": lambda p, u: p.loc + (p.scale_tril @ u[..., None])[..., 0],
-}
-
-
-# Behind the name of a site: that of its standard normal coordinate.
-WHITE = "_whitened"
-
-
-def is_half(value: Any) -> bool:
-    """Whether a number that is known before anything runs is one half."""
-    return not isinstance(value, jax.core.Tracer) and bool(np.all(value == 0.5))
-
-
-def transformed(quantile: Callable, transforms: list[Callable], u: Array) -> Array:
-    """A quantile, and what some functions make of it, one after the other."""
-    return reduce(lambda value, function: function(value), transforms, quantile(u))
-
-
-def quantile_of(prior: Any) -> Callable[[Array], Array] | None:
-    """From standard normal numbers to draws of a prior; None if that is not known."""
-    dist = need("numpyro.distributions", "numpyro")
-    while isinstance(prior, dist.Independent | dist.ExpandedDistribution):
-        prior = prior.base_dist
-    if isinstance(prior, dist.TransformedDistribution):
-        inner = quantile_of(prior.base_dist)
-        return inner and partial(transformed, inner, prior.transforms)
-    kinds = [kind.__name__ for kind in type(prior).__mro__]
-    kind = next((kind for kind in kinds if kind in QUANTILES), "")
-    if not kind or (kind == "Gamma" and not is_half(prior.concentration)):
-        return None
-    return lambda u: QUANTILES[kind](prior, u)
-
-
-def whiten_site(name: str, prior: Any, value: Any) -> tuple[None, Array]:
-    """A site as a function of a new one that is standard normal."""
-    numpyro = need("numpyro", "numpyro")
-    normal = numpyro.distributions.Normal(0.0, 1.0).expand(prior.shape())
-    u = numpyro.sample(name + WHITE, normal.to_event(prior.event_dim))
-    quantile: Any = quantile_of(prior)
-    return None, quantile(u)
-
-
-def whiten_sites(model: Callable) -> Callable:
-    """A NumPyro model with a standard normal prior for every site that has a quantile.
-
-    Examples
-    --------
-    >>> import numpyro
-    >>> from numpyro.distributions import Exponential
-    >>> def wait():
-    ...     return numpyro.sample("time", Exponential(2.0))
-    >>> model = numpyro.handlers.seed(whiten_sites(wait), 0)
-    >>> sorted(numpyro.handlers.trace(model).get_trace())
-    ['time', 'time_whitened']
-    """
-    handlers = need("numpyro.handlers", "numpyro")
-
-    def config(site: dict) -> Callable | None:
-        old = site["is_observed"] or site["name"].endswith(WHITE)
-        return None if old or quantile_of(site["fn"]) is None else whiten_site
-
-    return handlers.reparam(model, config=config)
-
-
 def leaf_locations(tree: Any) -> list[str]:
     """Where each leaf of a pytree is, in words to put behind its type.
 
@@ -504,3 +402,105 @@ def make_problem(
         raise ValueError("the statistic returns nothing: return one number or more")
     check_values(problem, name_numbers(position))
     return problem
+
+
+def by_tail(u: Array, below: Callable, above: Callable) -> Array:
+    """A function of the smaller tail: ``below`` of Phi(u), or ``above`` of Phi(-u)."""
+    low, high = jnp.where(u < 0, u, -1.0), jnp.where(u < 0, -1.0, -u)
+    return jnp.where(u < 0, below(ndtr(low)), above(ndtr(high)))
+
+
+def half_normal_quantile(u: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The quantile of a half-normal distribution at Phi(u).
+
+    Examples
+    --------
+    >>> half_normal_quantile(jnp.array([-1.0, 0.0, 5.0])).round(3).tolist()
+    [0.20000000298023224, 0.6740000247955322, 5.130000114440918]
+    """
+    root = jnp.sqrt(2.0)
+    return by_tail(u, lambda p: root * erfinv(p), lambda p: -ndtri(p / 2))
+
+
+def half_cauchy_quantile(u: Array) -> Array:
+    """The quantile of a half-Cauchy distribution at Phi(u)."""
+    half = jnp.pi / 2
+    return by_tail(u, lambda p: jnp.tan(half * p), lambda p: 1 / jnp.tan(half * p))
+
+
+def cauchy_quantile(u: Array) -> Array:
+    """The quantile of a Cauchy distribution at Phi(u)."""
+    return by_tail(
+        u, lambda p: -1 / jnp.tan(jnp.pi * p), lambda p: 1 / jnp.tan(jnp.pi * p)
+    )
+
+
+# By the name of a distribution in NumPyro: a draw of it, from a standard normal one.
+QUANTILES: dict[str, Callable[[Any, Array], Array]] = {
+    "Normal": lambda prior, u: prior.loc + prior.scale * u,
+    "HalfNormal": lambda prior, u: prior.scale * half_normal_quantile(u),
+    "Cauchy": lambda prior, u: prior.loc + prior.scale * cauchy_quantile(u),
+    "HalfCauchy": lambda prior, u: prior.scale * half_cauchy_quantile(u),
+    "Exponential": lambda prior, u: -log_ndtr(-u) / prior.rate,
+    "Uniform": lambda prior, u: prior.low + (prior.high - prior.low) * ndtr(u),
+    "Logistic": lambda p, u: p.loc + p.scale * (log_ndtr(u) - log_ndtr(-u)),
+    "Gumbel": lambda prior, u: prior.loc - prior.scale * jnp.log(-log_ndtr(u)),
+    "Gamma": lambda prior, u: half_normal_quantile(u) ** 2 / (2 * prior.rate),
+    "MultivariateNormal": lambda p, u: p.loc + (p.scale_tril @ u[..., None])[..., 0],
+}
+
+
+def is_half(value: Any) -> bool:
+    """Whether a number that is known before anything runs is one half."""
+    return not isinstance(value, jax.core.Tracer) and bool(np.all(value == 0.5))
+
+
+def transformed(quantile: Callable, transforms: list[Callable], u: Array) -> Array:
+    """A quantile, and what some functions make of it, one after the other."""
+    return reduce(lambda value, function: function(value), transforms, quantile(u))
+
+
+def quantile_of(prior: Any) -> Callable[[Array], Array] | None:
+    """From standard normal numbers to draws of a prior; None if that is not known."""
+    dist = need("numpyro.distributions", "numpyro")
+    while isinstance(prior, dist.Independent | dist.ExpandedDistribution):
+        prior = prior.base_dist
+    if isinstance(prior, dist.TransformedDistribution):
+        inner = quantile_of(prior.base_dist)
+        return inner and partial(transformed, inner, prior.transforms)
+    kinds = [kind.__name__ for kind in type(prior).__mro__]
+    kind = next((kind for kind in kinds if kind in QUANTILES), "")
+    if not kind or (kind == "Gamma" and not is_half(prior.concentration)):
+        return None
+    return lambda u: QUANTILES[kind](prior, u)
+
+
+def whiten_site(name: str, prior: Any, value: Any) -> tuple[None, Array]:
+    """A site as a function of a new one that is standard normal."""
+    numpyro = need("numpyro", "numpyro")
+    normal = numpyro.distributions.Normal(0.0, 1.0).expand(prior.shape())
+    u = numpyro.sample(name + WHITE, normal.to_event(prior.event_dim))
+    quantile: Any = quantile_of(prior)
+    return None, quantile(u)
+
+
+def whiten_sites(model: Callable) -> Callable:
+    """A NumPyro model with a standard normal prior for every site that has a quantile.
+
+    Examples
+    --------
+    >>> import numpyro
+    >>> from numpyro.distributions import Exponential
+    >>> def wait():
+    ...     return numpyro.sample("time", Exponential(2.0))
+    >>> model = numpyro.handlers.seed(whiten_sites(wait), 0)
+    >>> sorted(numpyro.handlers.trace(model).get_trace())
+    ['time', 'time_whitened']
+    """
+    handlers = need("numpyro.handlers", "numpyro")
+
+    def config(site: dict) -> Callable | None:
+        old = site["is_observed"] or site["name"].endswith(WHITE)
+        return None if old or quantile_of(site["fn"]) is None else whiten_site
+
+    return handlers.reparam(model, config=config)
