@@ -1,6 +1,6 @@
 """The posteriors and toys: data, densities and gradients.
 
-Their published moments are compared in `test_cva.py` and `test_schemes.py`.
+Their published moments are compared in `test_schemes.py`.
 """
 
 import hashlib
