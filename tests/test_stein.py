@@ -212,7 +212,7 @@ def test_running_estimate_equals_the_stored_trace():
 
 # ESS per step at the median and at the worst dimension, for means and second moments.
 LEAST, WORST = (100_000, 12_000), (1_500, 150)
-RESPONSE_LEAST, SPARSE_GAIN = (5_000, 80), 1.4
+RESPONSE_LEAST, SPARSE_LEAST, SPARSE_GAIN = (5_000, 80), 4, 1.4
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,7 @@ def logistic():
         with jax.enable_x64(dtype == "float64"):
             problem = round_problem(logistic_regression())
             found[dtype] = learned_and_estimated(
-                KEY, "antithetic+stein", hmc(0.3, 5), problem, 128, 200, 400
+                KEY, "antithetic+stein", hmc(0.3, 5), problem, 128, 100, 300
             )
     return found
 
@@ -274,7 +274,7 @@ def test_item_response():
     """501 dimensions: a table of all products is refused, a diagonal one pays."""
     problem = round_problem(item_response())
     sums, result = learned_and_estimated(
-        KEY, "antithetic+stein", hmc(0.3, 5), problem, 64, 100, 400
+        KEY, "antithetic+stein", hmc(0.3, 5), problem, 64, 40, 400
     )
     assert len(result.beta) == 1002
     ess = per_step(result).reshape(2, 501)
@@ -289,22 +289,21 @@ def test_sparse_regression():
     target = in_x(sparse_logistic_regression())
     to_x = load_map(files("swindles") / "data" / "sparse_flow.npz")
     problem = make_problem(target).through(to_x)
-    expectation = reference_mean(KEY, problem, 1_000_000)
-    ess = {}
-    for scheme, warmup in (("cva", 100), ("cva+stein", 400)):
-        sums, result = learned_and_estimated(
-            KEY,
-            scheme,
-            hmc(0.2, 5),
-            problem,
-            64,
-            200,
-            warmup,
-            expectation,
-            order="full",
-        )
-        ess[scheme] = np.median(per_step(result))
-    assert ess["cva+stein"] >= SPARSE_GAIN * ess["cva"], ess
+    expectation = reference_mean(KEY, problem, 300_000)
+    sums, result = learned_and_estimated(
+        KEY,
+        "cva+stein",
+        hmc(0.2, 5),
+        problem,
+        64,
+        100,
+        400,
+        expectation,
+        order="full",
+    )
+    alone, both = (fit_features(sums, [n]).variance for n in (51, len(result.beta)))
+    assert np.median(alone / both) >= SPARSE_GAIN, np.median(alone / both)
+    assert np.median(per_step(result)) >= SPARSE_LEAST, np.median(per_step(result))
     features = sums._replace(total=Total(sums.total.value[:, 51:]))
     check_means(features, feature_orders(51, "full").size)
 
@@ -427,11 +426,10 @@ def check_repeats(estimates, truth):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["stein", "antithetic+stein"])
-def test_repeats_on_a_skewed_target(scheme):
+def test_repeats_on_a_skewed_target():
     target = skewed(2)
     truth = np.concatenate([target.truth["mean"], target.truth["square"]])
-    repeats = Repeats(round_problem(target), hmc(0.4, 4), scheme, 240)
+    repeats = Repeats(round_problem(target), hmc(0.4, 4), "antithetic+stein", 240)
     ratio = check_repeats(repeats.estimates(), truth)
     assert (ratio < 0.7).all(), ratio
 
