@@ -1,5 +1,6 @@
 """Plain pytest runs the chapters, and a cell that raises fails the run."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -23,45 +24,53 @@ kernelspec:
 """
 
 
-@pytest.fixture
-def run(tmp_path):
-    """A function that runs plain pytest on a book of one chapter."""
-    (tmp_path / "book").mkdir()
-    (tmp_path / "book" / "prose.md").write_text("# No notebook\n")
-    shutil.copy(ROOT / "conftest.py", tmp_path)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+CHAPTERS = {
+    "good": ["import pathlib\nassert pathlib.Path('good.md').exists()", "x = 1", "x"],
+    "raising": ["x = 1", "assert x == 2, 'as claimed'", "x"],
+    "slow": ["import time\ntime.sleep(60)"],
+}
 
-    def run_pytest(*cells: str, options: tuple[str, ...] = ()) -> tuple[int, str]:
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """Plain pytest, in two processes, on a book of three chapters: code and output."""
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "book").mkdir()
+    (folder / "book" / "prose.md").write_text("# No notebook\n")
+    shutil.copy(ROOT / "conftest.py", folder)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    for name, cells in CHAPTERS.items():
         code = [f"```{{code-cell}} python\n{cell}\n```\n" for cell in cells]
-        (tmp_path / "book" / "sample.md").write_text(HEADER + "\n".join(code))
-        command = [sys.executable, "-m", "pytest", "book", "-p", "no:cacheprovider"]
-        done = subprocess.run(
-            [*command, *options], cwd=tmp_path, capture_output=True, text=True
-        )
-        return done.returncode, done.stdout
-
-    return run_pytest
+        (folder / "book" / f"{name}.md").write_text(HEADER + "\n".join(code))
+    command = [sys.executable, "-m", "pytest", "book", "-p", "no:cacheprovider"]
+    command += ["-v", "-n", "2", "--nbval-cell-timeout=5"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    return done.returncode, done.stdout
 
 
-@pytest.mark.slow
-def test_good_chapter_passes_in_its_own_folder(run):
-    where = "import pathlib\nassert pathlib.Path('sample.md').exists()"
-    code, output = run(where, "x = 1", "assert x == 1", options=("-n", "2"))
-    assert code == 0, output
-    assert "3 passed" in output
+def results(output: str, chapter: str) -> list[str]:
+    """What became of each cell of a chapter, in order."""
+    found = re.findall(rf"\] (\w+) book/{chapter}::md::Cell (\d+)", output)
+    return [word for word, _ in sorted(found, key=lambda each: int(each[1]))]
 
 
 @pytest.mark.slow
-def test_raising_cell_fails(run):
-    code, output = run("x = 1", "assert x == 2, 'as claimed'", "x")
+def test_good_chapter_passes_in_its_own_folder(outcome):
+    _, output = outcome
+    assert results(output, "good") == ["PASSED"] * 3, output
+
+
+@pytest.mark.slow
+def test_raising_cell_fails(outcome):
+    code, output = outcome
     assert code == 1, output
-    assert "1 failed, 1 passed, 1 skipped" in output
+    assert results(output, "raising") == ["PASSED", "FAILED", "SKIPPED"], output
     assert "as claimed" in output
 
 
 @pytest.mark.slow
-def test_cell_over_its_time_fails(run):
-    slow = "import time\ntime.sleep(60)"
-    code, output = run(slow, options=("--nbval-cell-timeout=1",))
-    assert code == 1, output
-    assert "Timeout of 1 seconds" in output
+def test_cell_over_its_time_fails(outcome):
+    _, output = outcome
+    assert results(output, "slow") == ["FAILED"], output
+    assert "Timeout of 5 seconds" in output
+    assert "2 failed, 4 passed, 1 skipped" in output

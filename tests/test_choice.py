@@ -427,6 +427,7 @@ def test_features_that_cannot_be_afforded_are_not_used():
     assert list(found.forecast) == ["stein"], "a named scheme is the scheme"
 
 
+@pytest.mark.slow
 def test_kernels_lower_for_cuda():
     problem = problem_of(skewed(3).logdensity, 3, moments)
     z, grid = jnp.zeros((8, 3)), Grid(jnp.array([0.5, 0.3]), jnp.array([3, 5]))

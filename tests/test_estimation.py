@@ -696,6 +696,7 @@ def go_on_with_a_copy(folder, number):
     return weakref.ref(own_density), weakref.ref(own_moments), weakref.ref(found)
 
 
+@pytest.mark.slow
 def test_what_is_compiled_for_a_call_goes_with_it(tmp_path):
     write_job(tmp_path / "begun.npz", begin()[0], ABOUT)
     client, programs = jax.devices()[0].client, []
@@ -832,22 +833,28 @@ def test_scheme_that_is_named_is_used(tmp_path):
     assert_same(load(tmp_path / "run.npz", logdensity, jnp.zeros(3), moments), found)
 
 
+class Bent:
+    """A map that is wider on the left than on the right."""
+
+    def __call__(self, z):
+        return TO_X(z) - 0.2 * (jnp.logaddexp(z, -z) - jnp.log(2.0))
+
+    def with_log_det(self, z):
+        return self(z), jnp.log(0.8 - 0.2 * jnp.tanh(z)).sum()
+
+
 @pytest.mark.slow
 def test_a_map_of_ones_own_is_used(tmp_path):
-    from swindles.neutra import Design, Flow, build_flow
-
-    flow = Flow(
-        TO_X, build_flow(Design(flows=1, width=4, depth=1), 3, jax.random.key(0))
-    )
+    bent = Bent()
     options = {
-        "transport": flow,
+        "transport": bent,
         "relative": 0.02,
         "chains": 32,
         "scheme": "antithetic",
     }
     file = tmp_path / "run.npz"
     found = swindles.estimate(logdensity, jnp.zeros(3), key=3, file=file, **options)
-    assert found.transport is flow and found.job.transport is None
+    assert found.transport is bent and found.job.transport is None
     assert (np.abs(found.estimate.mean - TRUTH[:3]) < 4.5 * found.estimate.mcse).all()
     with pytest.raises(ValueError, match="map of your own"):
         load(file, logdensity, jnp.zeros(3))
@@ -896,7 +903,6 @@ def late(x):
 # A log density, its statistic, and a word of the warning it raises.
 HOSTILE = {
     "flat direction": (lambda x: -(x[0] ** 2), None, "R-hat|tails|moving"),
-    "Cauchy tails": (lambda x: -jnp.sum(jnp.log1p(x**2)), None, "tails|R-hat"),
     "NaN later": (cut, None, "NaN at"),
     "NaN statistic later": (bell, late, "not finite"),
 }
@@ -980,10 +986,11 @@ def test_a_call_compiles_little_and_a_second_one_nothing():
     assert counts[2][1] == counts[0][1]
 
 
+@pytest.mark.slow
 def test_points_go_on_to_the_same_bits(tmp_path):
     """A run that is saved and taken up again ends as one that never stopped."""
     file, options = tmp_path / "run.npz", {"scheme": "importance", "seconds": None}
-    goal = {"relative": 2e-5, **options}
+    goal = {"relative": 5e-5, **options}
     whole = swindles.estimate(nearly_normal, jnp.zeros(3), moments, 3, **goal)
     assert len(whole.job.run.pairs) > 1
     first = {"relative": 0.5, **options}
@@ -996,13 +1003,14 @@ def test_points_go_on_to_the_same_bits(tmp_path):
     np.testing.assert_array_equal(rest.estimate.mcse, whole.estimate.mcse)
     again = load(file, nearly_normal, jnp.zeros(3), moments)
     np.testing.assert_array_equal(again.estimate.mcse, whole.estimate.mcse)
-    further = again.resume(relative=1e-5, seconds=5.0)
+    further = again.resume(relative=3e-5, seconds=5.0)
     assert len(further.job.run.pairs) >= len(whole.job.run.pairs)
     with pytest.raises(ValueError, match=r"another.*statistics"):
         other = lambda x: {"mean": x, "square": x**4}  # noqa: E731
         swindles.estimate(nearly_normal, jnp.zeros(3), other, 3, file=file, **goal)
 
 
+@pytest.mark.slow
 def test_seconds_bound_the_whole_call():
     begin = time.perf_counter()
     found = swindles.estimate(
@@ -1099,16 +1107,17 @@ def test_awkward_targets_are_right_and_trusted(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("density", "statistic", "words"),
-    [
-        (lambda x: -jnp.log1p(x[0] ** 2), lambda x: jnp.sqrt(jnp.abs(x)), "too heavy"),
-        (lambda x: -1.25 * jnp.log1p(x[0] ** 2 / 1.5), jnp.abs, "too heavy"),
-    ],
-)
-def test_what_nobody_can_know_is_flagged(density, statistic, words):
-    found = swindles.estimate(density, jnp.zeros(1), statistic, 1, seconds=10)
-    assert not found.trusted and words in " ".join(found.warnings)
+def test_what_nobody_can_know_is_flagged():
+    """The root of a Cauchy variable has a mean, but no variance."""
+
+    def cauchy(x):
+        return -jnp.log1p(x[0] ** 2)
+
+    def root(x):
+        return jnp.sqrt(jnp.abs(x))
+
+    found = swindles.estimate(cauchy, jnp.zeros(1), root, 1, seconds=10)
+    assert not found.trusted and "too heavy" in " ".join(found.warnings)
 
 
 # Other coordinates.

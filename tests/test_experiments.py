@@ -50,12 +50,12 @@ def test_settings_come_from_the_right_place():
     assert experiments.settings_of(job._replace(settings="tuned"), tuned) == (0.2, 7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sampler", "scheme", "evaluations"),
     [
         ("hmc", "cva", 2 * 4),
-        pytest.param("hmc", "plain", 1, marks=pytest.mark.slow),
-        pytest.param("mala", "antithetic", 2, marks=pytest.mark.slow),
+        ("mala", "antithetic", 2),
     ],
 )
 def test_rows_of_a_run(sampler, scheme, evaluations):

@@ -186,6 +186,7 @@ def test_the_map_goes_where_most_of_the_mass_is():
     assert found.efficiency > 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [1, 2, 5])
 def test_three_modes_over_repeats(dim):
     """Mean and error over independent repeats; the mixture is learned anew in each."""
