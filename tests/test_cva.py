@@ -1,4 +1,4 @@
-"""Both swindles together: coverage and memory."""
+"""The four schemes together: coverage and memory."""
 
 import subprocess
 import sys
@@ -115,7 +115,6 @@ def check_coverage(results, truth, truth_error=0.0):
 # MALA mixes slowly here. Errors of a swindle come in rare bursts after a decoupling. A
 # run of 16 x 60 has seen too few of them for a nominal interval: it covers 80 % for
 # second moments, without bias and with the right standard error. So this is longer.
-# HMC under every scheme: `test_every_scheme_covers_the_truth_through_a_bent_map`.
 
 
 @pytest.mark.optimised
@@ -124,6 +123,15 @@ def test_coverage_of_mala_on_a_skewed_target():
     target = skewed(2)
     truth = np.concatenate([target.truth["mean"], target.truth["square"]])
     check_coverage(repeat_runs("cva", mala(0.6), *latent(target), 64, 400), truth)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["plain", "antithetic", "control", "cva"])
+def test_coverage_on_a_skewed_target(scheme):
+    target = skewed(2)
+    truth = np.concatenate([target.truth["mean"], target.truth["square"]])
+    inputs = hmc(0.4, 4), *latent(target), CHAINS, STEPS
+    check_coverage(repeat_runs(scheme, *inputs), truth)
 
 
 @pytest.mark.optimised
