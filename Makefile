@@ -49,11 +49,9 @@ _build/html:
 
 # Two workers with two threads each for linear algebra would wait for each other. Tests
 # and chapters compile many of the same programs: the second finds them on disk.
-# Most programs take longer to optimise than to run, so the compiler does less of it.
 compiled := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/jax \
 	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
-brief := XLA_FLAGS=--xla_backend_optimization_level=1
-run_tests = OPENBLAS_NUM_THREADS=1 $(brief) $(compiled) $(bin)/python -m pytest -q -n 2
+run_tests = OPENBLAS_NUM_THREADS=1 $(compiled) $(bin)/python -m pytest -q -n 2
 lint: $(ready)
 	@$(bin)/ruff check -q $(linted)
 	@$(bin)/ruff format -q --check $(linted)

@@ -347,3 +347,23 @@ def test_whitening_leaves_data_and_names_alone():
     np.testing.assert_array_equal(sites["y"]["value"], Y)
     assert sites["tau"]["type"] == "deterministic"
     assert sites["rate"]["type"] == "sample"
+
+
+def test_sites_that_cannot_be_whitened_stay_as_they_are():
+    """A prior to a power, a change of shape, a mask; and a shape that is not a half."""
+
+    def model():
+        with numpyro.handlers.scale(scale=2.0):
+            numpyro.sample("scaled", dist.Normal(0.0, 1.0))
+        break_stick = dist.transforms.StickBreakingTransform()
+        simplex = dist.TransformedDistribution(
+            dist.Normal(0, 1).expand([2]).to_event(1), break_stick
+        )
+        numpyro.sample("simplex", simplex)
+        numpyro.sample("masked", dist.Normal(0.0, 1.0).mask(False))
+        numpyro.sample("gamma", dist.Gamma(0.7, 1.0))
+        numpyro.sample("free", dist.ImproperUniform(dist.constraints.real, (), ()))
+        numpyro.sample("normal", dist.Normal(0.0, 1.0))
+
+    kept = ["free", "gamma", "masked", "normal_whitened", "scaled", "simplex"]
+    assert sorted(from_numpyro(model).whitened().position) == kept

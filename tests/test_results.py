@@ -111,7 +111,7 @@ def test_efficiency_of_mala():
 @pytest.mark.slow
 def test_efficiency_of_many_chains():
     job = SamplerJob("item", "hmc", "control", "published", OTHER)
-    replay_efficiency("wide/efficiency.csv.bz2", job, Size(32, 40, 1))
+    replay_efficiency("wide/efficiency.csv.bz2", job, Size(32, 80, 1))
 
 
 @pytest.mark.slow
@@ -225,7 +225,7 @@ def test_estimate_against_plain_hmc():
     chosen = str(
         where(old, asked="")["scheme"][0]
     )  # the scheme that won when it was made
-    new = as_table(benchmark.race(name, OTHER, 10.0, (chosen, "plain")))
+    new = as_table(benchmark.race(name, OTHER, 25.0, (chosen, "plain")))
     assert list(new) == list(old)
     for asked, label in ((chosen, ""), ("plain", "plain")):
         mine, theirs = where(new, asked=asked), where(old, asked=label)

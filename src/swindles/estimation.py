@@ -647,13 +647,19 @@ def tail_warnings(job: Job, problem: Problem) -> list[str]:
 FINER_ROWS = 16
 
 
-def finer_draws(job: Job, problem: Problem) -> Float[np.ndarray, "rows chains dim"]:
-    """Where chains with a quarter of the step size go from the end of a run."""
+def finer_draws(
+    job: Job, problem: Problem, share: float = 1.0
+) -> Float[np.ndarray, "rows chains dim"]:
+    """Where chains with a quarter of the step size go from the end of a run.
+
+    For a ``share`` of the gradients that one chain of the run has taken.
+    """
     sampler = hmc(job.step_size / 4, 4 * job.num_integration_steps)
     algorithm = SCHEMES["plain"].build(sampler, problem.logdensity)
     now = begin_run(start(algorithm, jnp.asarray(job.run.states.plus.position)), ())
     key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(job.key)), 1)
-    steps, found = max(len(job.draws) * job.length // (4 * FINER_ROWS), 5), []
+    steps = max(int(share * len(job.draws) * job.length / (4 * FINER_ROWS)), 5)
+    found = []
     for _ in range(FINER_ROWS):
         now = add_block(key, now, algorithm, ((), keep_nothing), steps)
         found.append(np.asarray(now.states.plus.position))
@@ -664,10 +670,10 @@ def finer_draws(job: Job, problem: Problem) -> Float[np.ndarray, "rows chains di
 EXTREME = 1 / 512
 
 
-def further_with_finer_steps(job: Job, problem: Problem) -> str:
+def further_with_finer_steps(job: Job, problem: Problem, share: float = 1.0) -> str:
     """The statistic of which chains with smaller steps find other extremes, or none."""
     see = jax.jit(lambda z: jax.lax.map(jax.vmap(problem.statistic), z))
-    new = np.asarray(see(jnp.asarray(finer_draws(job, problem))))
+    new = np.asarray(see(jnp.asarray(finer_draws(job, problem, share))))
     old = np.asarray(see(jnp.asarray(job.draws)))
     old = np.sort(old.reshape(-1, old.shape[2]), axis=0)
     few = max(int(EXTREME * len(old)), 2)
@@ -1363,13 +1369,16 @@ def run_until_done(
 
 def check_with_finer_steps(job: Any, task: Task, clock: Clock) -> Any:
     """The job, if it is one of chains and done, with what smaller steps have shown."""
-    if not isinstance(job, Job) or not np.isfinite(job.estimate().mean).all():
+    found, sampled = job.estimate(), clock.stages.get(Engine.stage)
+    if not isinstance(job, Job) or sampled is None or not np.isfinite(found.mean).all():
         return job
-    if not is_reached(job, job.estimate()):
+    if not is_reached(job, found):
         return job
+    left = (job.goal.seconds or np.inf) - clock.seconds
+    share = float(np.clip(left / sampled.seconds, 0, 1))
     with clock.stage("check"):
         latent = task.problem.through(task.transport)
-        return job._replace(further=further_with_finer_steps(job, latent))
+        return job._replace(further=further_with_finer_steps(job, latent, share))
 
 
 def add_stages(earlier: dict[str, Stage], later: dict[str, Stage]) -> dict[str, Stage]:
