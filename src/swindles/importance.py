@@ -739,8 +739,8 @@ def heavy_statistics(
     ways /= np.linalg.norm(ways, axis=1, keepdims=True)
     radii = np.sqrt(dim) * np.array([100.0, 400.0])
     found = evaluate(transport, np.concatenate([radius * ways for radius in radii]))
-    power = -(found.z * found.score).sum(1).reshape(2, RAYS) - dim
     with np.errstate(all="ignore"):
+        power = -(found.z * found.score).sum(1).reshape(2, RAYS) - dim
         possible = np.isfinite(found.logdensity).reshape(2, RAYS) & np.isfinite(power)
         flat = possible.all(0) & (np.abs(power[1] - power[0]) < 0.2)
         size = np.abs(found.values.reshape(2, RAYS, -1))
