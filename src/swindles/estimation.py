@@ -676,10 +676,10 @@ def further_with_finer_steps(job: Job, problem: Problem, share: float = 1.0) -> 
     new = np.asarray(see(jnp.asarray(finer_draws(job, problem, share))))
     old = np.asarray(see(jnp.asarray(job.draws)))
     old = np.sort(old.reshape(-1, old.shape[2]), axis=0)
-    few = max(int(EXTREME * len(old)), 2)
+    few = max(int(EXTREME * len(old)), 8)
     out = [(new < old[few]).any(0).sum(0), (new > old[-few - 1]).any(0).sum(0)]
-    share = min(FINER_ROWS * (few + np.sqrt(few)) / len(old), 1.0)
-    limit = bdtrik(1 - 5e-3 / (2 * old.shape[1]), new.shape[1], share)
+    share = min(FINER_ROWS * (few + 2 * np.sqrt(few)) / len(old), 1.0)
+    limit = bdtrik(1 - 1e-3 / (2 * old.shape[1]), new.shape[1], share)
     most = np.max(out, axis=0)
     return problem.names[int(most.argmax())] if most.max() > np.ceil(limit) else ""
 
