@@ -1374,8 +1374,8 @@ def check_with_finer_steps(job: Any, task: Task, clock: Clock) -> Any:
         return job
     if not is_reached(job, found):
         return job
-    left = (job.goal.seconds or np.inf) - clock.seconds
-    share = float(np.clip(left / sampled.seconds, 0, 1))
+    remaining = (job.goal.seconds or np.inf) - clock.seconds
+    share = float(np.clip(remaining / sampled.seconds, 0, 1))
     with clock.stage("check"):
         latent = task.problem.through(task.transport)
         return job._replace(further=further_with_finer_steps(job, latent, share))

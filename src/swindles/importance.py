@@ -180,14 +180,14 @@ def choose_columns(
     """Number of features and penalty, and the statistics that want them so."""
     tried = [(0, 1.0), *product([w for w in widths if w], PENALTIES)]
     test = len(pairs.weight) // 4  # the first two groups
-    left = []
+    residual = []
     for each in tried:
         beta = fit_columns(gram[2:].sum(0), cross[2:].sum(0), *each)
         rest = pairs.values[:test] - pairs.features[:test] @ beta
         weight = pairs.weight[:test, None]
         rest = rest - weight * (rest.sum(0) / weight.sum())
-        left.append((rest**2).sum(0))
-    best = np.argmin(left, axis=0)
+        residual.append((rest**2).sum(0))
+    best = np.argmin(residual, axis=0)
     return [(tried[i], np.flatnonzero(best == i)) for i in np.unique(best)]
 
 
@@ -525,15 +525,15 @@ def far_modes(
     top = climbed.logdensity.max(initial=origin)
     rest = climbed.z[np.argsort(-climbed.logdensity)]
     rest = rest[: int((climbed.logdensity > top - LOW_MODE).sum())]
-    known = np.zeros((1, dim))
+    places = np.zeros((1, dim))
     for _ in range(most):
-        apart = np.linalg.norm(rest[:, None] - known, axis=2).min(1, initial=np.inf)
+        apart = np.linalg.norm(rest[:, None] - places, axis=2).min(1, initial=np.inf)
         rest = rest[apart > 3 + np.sqrt(dim)]
         if not len(rest):
             break
         mode = climb_to_end(evaluate, transport, rest[0])
-        near = np.linalg.norm(known - mode.transport.shift, axis=1).min()
-        known = np.concatenate([known, rest[:1], mode.transport.shift[None]])
+        near = np.linalg.norm(places - mode.transport.shift, axis=1).min()
+        places = np.concatenate([places, rest[:1], mode.transport.shift[None]])
         if near > 3 + np.sqrt(dim):
             modes.append(mode._replace(elbo=mode.elbo - float(origin)))
     return modes
@@ -653,17 +653,17 @@ def largest_jump(
     0.5
     """
     ends = 1.6 * rng.normal(size=(SEGMENTS, np.size(transport.shift)))
-    left = segment_errors(evaluate, transport, ends, NODES)
-    if not np.isfinite(left).all():
+    errors = segment_errors(evaluate, transport, ends, NODES)
+    if not np.isfinite(errors).all():
         return np.inf
     size = np.abs(evaluate(transport, ends).logdensity)
-    odd = np.argsort(-left)[:4]
-    odd = odd[left[odd] > 1e-4 + 100 * evaluate.eps * size[odd]]
+    odd = np.argsort(-errors)[:4]
+    odd = odd[errors[odd] > 1e-4 + 100 * evaluate.eps * size[odd]]
     if not odd.size:
         return 0.0
     # Of a kink, a rule eight times as fine leaves much less; of a jump, it does not.
     again = segment_errors(evaluate, transport, ends[odd], 8 * NODES)
-    return float(np.where(again > 0.3 * left[odd], again, 0.0).max())
+    return float(np.where(again > 0.3 * errors[odd], again, 0.0).max())
 
 
 # Rays, places on each, and the points that the map must expect to be believed.

@@ -265,9 +265,9 @@ def find_mixture(
     (True, True)
     """
     modes = far_modes(rng, evaluate, transport)
-    known = [mode.transport.shift for mode in modes]
+    centers = [mode.transport.shift for mode in modes]
     for mode in far_modes(rng, evaluate, transport):  # who looks twice sees more
-        away = [np.linalg.norm(mode.transport.shift - center) for center in known]
+        away = [np.linalg.norm(mode.transport.shift - center) for center in centers]
         if min(away, default=np.inf) > 1:
             modes.append(mode)
     first = begin_mixture(evaluate.dim, modes)
