@@ -50,10 +50,10 @@ _build/html:
 # Two workers with two threads each for linear algebra would wait for each other. Tests
 # and chapters compile many of the same programs: the second finds them on disk. Without
 # fusion emitters XLA compiles in less time for a CPU, and what it compiles is as fast.
-compiled := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/jax \
-	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
-	XLA_FLAGS="--xla_cpu_use_fusion_emitters=false $$XLA_FLAGS"
-run_tests = OPENBLAS_NUM_THREADS=1 $(compiled) $(bin)/python -m pytest -q -n 2
+cached := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/jax \
+	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
+on_cpu := XLA_FLAGS="--xla_cpu_use_fusion_emitters=false $$XLA_FLAGS"
+run_tests = OPENBLAS_NUM_THREADS=1 $(cached) $(on_cpu) $(bin)/python -m pytest -q -n 2
 lint: $(ready)
 	@$(bin)/ruff check -q $(linted)
 	@$(bin)/ruff format -q --check $(linted)
@@ -67,11 +67,11 @@ quick: lint
 
 # One process at a time has the GPU; without one, two share the cores.
 workers = $(if $(filter smoke,$(SCALE)),-n 2)
-on_cpu = $(if $(filter smoke,$(SCALE)),$(compiled))
+at_scale = SWINDLES_SCALE=$(SCALE) $(cached) $(if $(filter smoke,$(SCALE)),$(on_cpu))
 gpu: $(ready)
 	@echo "Experiments, then chapters, at scale $(SCALE)"
-	@SWINDLES_SCALE=$(SCALE) $(on_cpu) $(bin)/python book/experiments.py
-	@SWINDLES_SCALE=$(SCALE) $(on_cpu) $(bin)/python -m pytest -q book $(workers)
+	@$(at_scale) $(bin)/python book/experiments.py
+	@$(at_scale) $(bin)/python -m pytest -q book $(workers)
 
 lab: $(ready) $(viewers)
 	@cd book && ../$(bin)/jupyter lab
