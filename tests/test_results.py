@@ -225,7 +225,7 @@ def test_estimate_against_plain_hmc():
     chosen = str(
         where(old, asked="")["scheme"][0]
     )  # the scheme that won when it was made
-    new = as_table(benchmark.race(name, OTHER, 25.0, (chosen, "plain")))
+    new = as_table(benchmark.race(name, OTHER, 12.0, (chosen, "plain")))
     assert list(new) == list(old)
     for asked, label in ((chosen, ""), ("plain", "plain")):
         mine, theirs = where(new, asked=asked), where(old, asked=label)
