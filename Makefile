@@ -22,6 +22,12 @@ ready := .venv/.ready-$(extras)
 viewers := .venv/share/jupyter/lab/settings/overrides.d/jupytext.json
 linted := $(wildcard src tests tools benchmarks conftest.py book/*.py)
 
+# With these XLA compiles for a CPU in less time, and what it compiles is as fast.
+quickly := --xla_cpu_use_fusion_emitters=false
+on_cpu := XLA_FLAGS="$(quickly) $$XLA_FLAGS"
+in_chapters := $(if $(filter paper,$(SWINDLES_SCALE)),,XLA_FLAGS="$(quickly) \
+	--xla_backend_optimization_level=1 $$XLA_FLAGS" OPENBLAS_NUM_THREADS=1)
+
 # What a build depends on, as one line. The execution cache and Sphinx see neither a
 # changed module, nor lock, nor scale: when $(code) differs, they start afresh.
 code := src book/experiments.py book/pipeline.py pyproject.toml constraints.txt
@@ -41,18 +47,18 @@ book: $(ready)
 _build/html:
 	@rm -f _build/.book
 	@$(bin)/python tools/mirror.py --check
+	@echo "Running the chapters"
+	@$(in_chapters) $(bin)/python tools/execute.py $(if $(EXTRA),1,2)
 	@echo "Building the book"
-	@TQDM_DISABLE=1 $(bin)/jupyter-book build . -W --keep-going -q > _build/build.log 2>&1 || \
+	@$(bin)/jupyter-book build . -W --keep-going -q > _build/build.log 2>&1 || \
 		{ grep -v IPKernelApp _build/build.log; rm -rf _build/.doctrees; exit 1; }
 	@$(bin)/python tools/offline.py _build/html
 	@$(call fingerprint,$(code) $(text)) > _build/.book
 
 # Two workers with two threads each for linear algebra would wait for each other. Tests
-# and chapters compile many of the same programs: the second finds them on disk. Without
-# fusion emitters XLA compiles in less time for a CPU, and what it compiles is as fast.
+# and chapters compile many of the same programs: the second finds them on disk.
 cached := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/jax \
 	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
-on_cpu := XLA_FLAGS="--xla_cpu_use_fusion_emitters=false $$XLA_FLAGS"
 run_tests = OPENBLAS_NUM_THREADS=1 $(cached) $(on_cpu) $(bin)/python -m pytest -q -n 2
 lint: $(ready)
 	@$(bin)/ruff check -q $(linted)

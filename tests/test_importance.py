@@ -195,7 +195,7 @@ def credit():
 def test_intervals_cover_on_a_real_posterior():
     evaluate, transport, run = credit()
     answer = run.estimate()
-    mean, mcse, k = repeat(evaluate, transport, 32, "diagonal", repeats=60)
+    mean, mcse, k = repeat(evaluate, transport, 32, "diagonal")
     assert (k <= 0.7).all()
     covered = check_coverage(mean, mcse, answer.mean, answer.mcse)
     assert covered.mean() > 0.93
