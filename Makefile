@@ -48,7 +48,8 @@ _build/html:
 	@rm -f _build/.book
 	@$(bin)/python tools/mirror.py --check
 	@echo "Running the chapters"
-	@$(in_chapters) $(bin)/python tools/execute.py $(if $(EXTRA),1,2)
+	@$(in_chapters) $(bin)/python tools/execute.py $(if $(EXTRA),1,2) 2> _build/run.log || \
+		{ grep -v IPKernelApp _build/run.log; exit 1; }
 	@echo "Building the book"
 	@$(bin)/jupyter-book build . -W --keep-going -q > _build/build.log 2>&1 || \
 		{ grep -v IPKernelApp _build/build.log; rm -rf _build/.doctrees; exit 1; }

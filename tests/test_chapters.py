@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import execute
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -74,3 +75,22 @@ def test_cell_over_its_time_fails(outcome):
     assert results(output, "slow") == ["FAILED"], output
     assert "Timeout of 5 seconds" in output
     assert "2 failed, 4 passed, 1 skipped" in output
+
+
+@pytest.mark.slow
+def test_chapters_are_run_once_for_the_book(tmp_path, monkeypatch, capfd):
+    """Those that fail are named, and run again the next time."""
+    (tmp_path / "book").mkdir()
+    pages = "root: book/good\nparts:\n- chapters:\n  - file: book/raising\n"
+    (tmp_path / "_toc.yml").write_text(pages)
+    (tmp_path / "_config.yml").write_text("execute: {timeout: 60}\n")
+    for name in ("good", "raising"):
+        cells = [f"```{{code-cell}} python\n{cell}\n```\n" for cell in CHAPTERS[name]]
+        (tmp_path / "book" / f"{name}.md").write_text(HEADER + "\n".join(cells))
+    monkeypatch.setattr(execute, "ROOT", tmp_path)
+    cache = execute.get_cache(str(tmp_path / "_build/.jupyter_cache"))
+    for waiting in (["good", "raising"], ["raising"]):
+        assert [path.stem for path in execute.find_changed(cache)] == waiting
+        assert execute.main(2) == 1
+        words = capfd.readouterr().err
+        assert "book/raising.md:" in words and "as claimed" in words

@@ -17,7 +17,6 @@ from myst_nb.core.read import read_myst_markdown_notebook
 from tqdm import tqdm
 
 ROOT = Path(__file__).parents[1]
-os.environ["TQDM_DISABLE"] = "1"  # in the chapters: what they write would be on the page
 
 
 def chapters() -> list[Path]:
@@ -56,7 +55,8 @@ def main(workers: int) -> int:
     changed = find_changed(cache)
     with ThreadPoolExecutor(workers) as pool:
         results = pool.map(run_chapter, changed.items())
-        bar = tqdm(results, "chapters", len(changed), leave=False, disable=None)
+        shown = {"leave": False, "disable": None, "file": sys.stdout}
+        bar = tqdm(results, "chapters", len(changed), **shown)
         for path, found in zip(changed, bar, strict=True):
             if found.err:
                 failed += 1
@@ -69,4 +69,5 @@ def main(workers: int) -> int:
 
 
 if __name__ == "__main__":
+    os.environ["TQDM_DISABLE"] = "1"  # in chapters; here it has been read already
     sys.exit(min(main(int(sys.argv[1])), 1))
