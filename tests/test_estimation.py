@@ -1188,12 +1188,57 @@ def test_a_funnel_is_right_and_trusted_in_other_coordinates(tmp_path):
 
 
 def test_finer_steps_find_nothing_new_where_the_run_is_right(plain_report):
-    """And they do where the run has seen the middle only."""
     job, latent = plain_report.job, plain_report.problem.through(plain_report.transport)
     with estimation.precision_of(plain_report.problem):
         assert estimation.further_with_finer_steps(job, latent) == ""
-        inner = job._replace(draws=0.7 * job.draws)
-        assert estimation.further_with_finer_steps(inner, latent) == "x[0]"
+
+
+def valley(x):
+    """x[0] is a standard normal; the larger it is, the narrower x[1]."""
+    return -0.5 * x[0] ** 2 - 0.5 * jnp.exp(3 * x[0]) * x[1] ** 2 + 1.5 * x[0]
+
+
+def valley_job(step_size, leaps, draws=None):
+    """A run of plain HMC in the valley, begun at its draws, with them or its own."""
+    problem = make_problem(Model(valley, jnp.zeros(2)))
+    rng = np.random.default_rng(2)
+    z = rng.normal(size=(30, 128, 2))
+    z[..., 1] *= np.exp(-1.5 * z[..., 0])
+    algorithm = SCHEMES["plain"].build(hmc(step_size, leaps), problem.logdensity)
+    begin = start(algorithm, jnp.asarray(0.0 * z[0], jnp.float32))
+    plan = make_plan("plain")._replace(beta=np.zeros((0, 2)), center=np.zeros(2))
+    plan = plan._replace(shared_variance=np.zeros(2), rounding=np.full(2, 1e-7))
+    choice = Choice(plan, step_size, leaps, begin, {}, 0)
+    unit = Affine(jnp.zeros(2), jnp.ones(2))
+    job = make_job(jax.random.key(5), choice, ENDLESS, unit, FINDINGS)
+    engine = Engine(job, problem)
+    job = take(engine.begin(job), engine, 30)
+    return job if draws is None else job._replace(draws=z.astype(np.float32)), problem
+
+
+@pytest.mark.slow
+def test_steps_too_large_for_the_ends_are_seen():
+    """With steps of 0.35 no chain is stable where x[0] is above 1.2."""
+    job, problem = valley_job(0.35, 4)
+    assert job.draws[..., 0].max() < 2.4, "of 3840 independent draws: 3.5"
+    assert estimation.further_with_finer_steps(job, problem) == "x[0]"
+    job, problem = valley_job(0.02, 40, draws="independent")
+    assert estimation.further_with_finer_steps(job, problem) == ""
+
+
+@pytest.mark.slow
+def test_a_log_density_without_digits_is_flagged():
+    def density(x):
+        return 1e8 - 0.5 * x @ x
+
+    single, double = (
+        swindles.estimate(
+            density, jnp.full(1, 0.3), jnp.square, scheme="importance", dtype=kind
+        )
+        for kind in ("float32", "float64")
+    )
+    assert any("rounding changes the log density" in w for w in single.warnings)
+    assert double.trusted and abs(double.mean[0] - 1) < 1e-6
 
 
 @pytest.fixture(scope="module")

@@ -70,7 +70,7 @@ def test_on_a_gaussian_features_leave_nothing():
     np.testing.assert_allclose(found.estimate().mean, [1, 1, 2, 2.3], atol=1e-5)
     first = weigh_points(SEED, evaluate, WRONG, 64, "first").estimate()
     np.testing.assert_allclose(first.mean[:2], 1, atol=1e-5)
-    assert (first.mcse[:2] < 1e-6).all() and (first.mcse[2:] > 1e-4).all()
+    assert (first.mcse[:2] < 5e-6).all() and (first.mcse[2:] > 1e-4).all()
 
 
 def test_without_features_it_is_the_weighted_average():

@@ -22,8 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from blackjax.mcmc.hmc import HMCState
 from jax import Array
-from jaxtyping import Bool, Float
-from scipy.special import bdtrik
+from jaxtyping import Bool, Float, Int
 from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
@@ -52,10 +51,10 @@ from swindles.coupling import (
     begin_run,
     coupled,
     hmc,
-    keep_nothing,
-    start,
+    take_steps,
 )
 from swindles.importance import (
+    FARTHEST,
     SEQUENCES,
     Weighted,
     beyond_reach,
@@ -186,6 +185,8 @@ class Findings(NamedTuple):
         How far off another mode is; infinite if none was found.
     heavy
         Which statistics have tails too heavy for an error.
+    noise
+        What rounding may change in the log density, in nats.
 
     Examples
     --------
@@ -198,6 +199,7 @@ class Findings(NamedTuple):
     jump: float
     other_mode: float
     heavy: Bool[np.ndarray, " statistics"]
+    noise: float = 0.0
 
 
 def inspect_posterior(key: Array, evaluate: Evaluator, found: Gaussian) -> Findings:
@@ -206,7 +208,9 @@ def inspect_posterior(key: Array, evaluate: Evaluator, found: Gaussian) -> Findi
     jump = largest_jump(rng, evaluate, found.transport)
     away = other_mode(rng, evaluate, found.transport)
     heavy = heavy_statistics(rng, evaluate, found.transport)
-    return Findings(found.pareto_k, found.efficiency, jump, away, heavy)
+    here = evaluate(found.transport, np.zeros((1, evaluate.dim))).logdensity[0]
+    noise = evaluate.eps * abs(float(here))
+    return Findings(found.pareto_k, found.efficiency, jump, away, heavy, noise)
 
 
 class PointJob(NamedTuple):
@@ -589,9 +593,18 @@ def chain_warnings(job: Job) -> list[str]:
     return found
 
 
+# Nats that rounding may change in the log density.
+MOST_NOISE = 0.1
+
+
 def posterior_warnings(job: Any) -> list[str]:
     """What speaks against any answer on this posterior, in words."""
     findings, found = job.findings, finer_warnings(job)
+    if findings.noise > MOST_NOISE:
+        found.append(
+            f"rounding changes the log density by {findings.noise:.1g}: subtract a "
+            'constant from it, or compute in double precision, dtype="float64"'
+        )
     if findings.other_mode < np.inf:
         found.append(
             f"another mode was found, {findings.other_mode:.0f} standard deviations "
@@ -643,45 +656,82 @@ def tail_warnings(job: Job, problem: Problem) -> list[str]:
     return [f"tails of {heavy.sum()} statistics ({first}) are too heavy for an error"]
 
 
-# Places to look at on the way of finer chains.
-FINER_ROWS = 16
+# Ends to look at, of all statistics: those where the draws go farthest.
+MOST_ENDS = 4
 
 
-def finer_draws(
-    job: Job, problem: Problem, share: float = 1.0
-) -> Float[np.ndarray, "rows chains dim"]:
-    """Where chains with a quarter of the step size go from the end of a run.
+def far_ends(
+    values: Float[np.ndarray, "draws statistics"],
+) -> tuple[Int[np.ndarray, " ends"], Float[np.ndarray, " ends"]]:
+    """Where draws go farthest, in standard deviations: statistics, and signs.
 
-    For a ``share`` of the gradients that one chain of the run has taken.
+    Examples
+    --------
+    >>> draws = np.array([[0.0, 0, 1], [0, 1, 0], [0, 0, -9], [9, 0, 0], [0, 0, 0]])
+    >>> [part.tolist() for part in far_ends(draws)]
+    [[0, 1, 2, 2], [1.0, 1.0, -1.0, 1.0]]
     """
-    sampler = hmc(job.step_size / 4, 4 * job.num_integration_steps)
-    algorithm = SCHEMES["plain"].build(sampler, problem.logdensity)
-    now = begin_run(start(algorithm, jnp.asarray(job.run.states.plus.position)), ())
-    key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(job.key)), 1)
-    steps = max(int(share * len(job.draws) * job.length / (4 * FINER_ROWS)), 5)
-    found = []
-    for _ in range(FINER_ROWS):
-        now = add_block(key, now, algorithm, ((), keep_nothing), steps)
-        found.append(np.asarray(now.states.plus.position))
-    return np.stack(found)
+    deviation = values.std(0)
+    away = (values - values.mean(0)) / np.where(deviation > 0, deviation, np.inf)
+    reach = np.concatenate([away.max(0), -away.min(0)])
+    best = np.argsort(-reach, kind="stable")[:MOST_ENDS]
+    number = values.shape[1]
+    return best % number, np.where(best < number, 1.0, -1.0)
 
 
-# The share of a run's draws that is extreme.
-EXTREME = 1 / 512
+def range_program(problem: Problem) -> Callable:
+    """From a key, places, settings and a number of steps to how far HMC gets.
+
+    The largest and the smallest values of the statistics: (chains, statistics) each.
+    """
+
+    def ranges(key: Array, z: Array, size: Array, leaps: Array, steps: Array) -> Any:
+        algorithm = hmc(size, leaps)(problem.logdensity)
+        see = jax.vmap(problem.statistic)
+
+        def update(sums: Any, states: Any, infos: Any) -> Any:
+            now = see(states.position)
+            return jnp.maximum(sums[0], now), jnp.minimum(sums[1], now)
+
+        states, here = jax.vmap(algorithm.init)(z), see(z)
+        inputs = key, states, (here, here), 0, steps, algorithm.step, update
+        return take_steps(*inputs)[1]
+
+    return jax.jit(ranges)
+
+
+# Parts of a step that the smaller ones are, and the probability of a false alarm.
+FINER, FALSE_ALARM = 8, 1e-4
 
 
 def further_with_finer_steps(job: Job, problem: Problem, share: float = 1.0) -> str:
-    """The statistic of which chains with smaller steps find other extremes, or none."""
-    see = jax.jit(lambda z: jax.lax.map(jax.vmap(problem.statistic), z))
-    new = np.asarray(see(jnp.asarray(finer_draws(job, problem, share))))
-    old = np.asarray(see(jnp.asarray(job.draws)))
-    old = np.sort(old.reshape(-1, old.shape[2]), axis=0)
-    few = max(int(EXTREME * len(old)), 8)
-    out = [(new < old[few]).any(0).sum(0), (new > old[-few - 1]).any(0).sum(0)]
-    share = min(FINER_ROWS * (few + 2 * np.sqrt(few)) / len(old), 1.0)
-    limit = bdtrik(1 - 1e-3 / (2 * old.shape[1]), new.shape[1], share)
-    most = np.max(out, axis=0)
-    return problem.names[int(most.argmax())] if most.max() > np.ceil(limit) else ""
+    """The statistic of which smaller steps find farther extremes; empty if none.
+
+    For a ``share`` of the gradients that one chain of the run has taken.
+    """
+    from scipy.stats import hypergeom  # slow to import
+
+    draws = np.asarray(job.draws).reshape(-1, problem.dim)
+    see = jax.jit(lambda z: jax.lax.map(problem.statistic, z, batch_size=256))
+    values = np.asarray(see(jnp.asarray(draws)))
+    which, sign = far_ends(values)
+    size = job.draws.shape[1] // len(which)
+    ends = np.argsort(-sign * values[:, which], axis=0, kind="stable")[:size]
+    far = (sign * values[:, which]).max(0)
+    steps = max(int(share * len(job.draws) * job.length / (1 + FINER)), 20)
+    key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(job.key)), 1)
+    program, gone = range_program(problem), []
+    for parts in (1, FINER):
+        settings = job.step_size / parts, job.num_integration_steps * parts
+        found = program(key, jnp.asarray(draws[ends.T.ravel()]), *settings, steps)
+        high, low = (np.asarray(x).reshape(len(which), size, -1) for x in found)
+        reached = np.where(sign[:, None, None] > 0, high, -low)
+        mine = np.take_along_axis(reached, which[:, None, None], 2)[..., 0]
+        gone.append((mine > far[:, None]).sum(1))
+    coarse, fine = gone
+    chance = hypergeom.sf(fine - 1, 2 * size, coarse + fine, size)
+    least = int(chance.argmin())
+    return problem.names[which[least]] if chance[least] < FALSE_ALARM else ""
 
 
 def finer_warnings(job: Any) -> list[str]:
@@ -853,6 +903,9 @@ class Report:
             job.headline(),
             f"{work:.2g} gradients, {seconds:.1f} s ({', '.join(parts)})",
         ]
+        if job.findings.other_mode == np.inf:
+            far = f"from up to {FARTHEST:.0f} standard deviations out"
+            lines.insert(1, f"climbers {far} found no other mode")
         hidden = len(self.names) - MOST_LINES
         if hidden > 0:
             lines.insert(0, f"... and {hidden} more")
@@ -986,7 +1039,7 @@ class Report:
 
 
 # The format of the files.
-VERSION = 5
+VERSION = 6
 
 
 # A run is saved when this many seconds have passed since it was saved last.

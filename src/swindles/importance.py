@@ -4,6 +4,7 @@ Mirrored from book/importance.md: edit there, then run `make mirror`.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -32,18 +33,34 @@ from swindles.transport import (
 
 # SciPy has Sobol points up to this dimension.
 LARGEST_SOBOL = 21_201
+# Binary digits of a point's coordinates.
+DIGITS = 50
+
+
+@lru_cache(maxsize=2)
+def scrambled_digits(number: int, dim: int) -> Int[np.ndarray, "number dim"]:
+    """Scrambled Sobol points, as integers of DIGITS binary digits."""
+    from scipy.stats import qmc  # slow to import
+
+    points = qmc.Sobol(dim, bits=DIGITS, rng=0).random(number)
+    return (points * 2.0**DIGITS).astype(np.int64)
 
 
 def sobol_uniform(
     rng: np.random.Generator, number: int, dim: int
 ) -> Float[np.ndarray, "number dim"]:
-    """Scrambled Sobol points in the unit cube; ``number`` is a power of two."""
-    from scipy.stats import qmc  # slow to import
+    """Sobol points in the unit cube, at random; ``number`` is a power of two.
 
+    Examples
+    --------
+    >>> points = sobol_uniform(np.random.default_rng(0), 8, 2)
+    >>> np.sort(np.floor(8 * points), axis=0)[:, 0].tolist()  # one in each eighth
+    [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    """
     if dim > LARGEST_SOBOL:
         return rng.random((number, dim)).clip(2.0**-52, 1 - 2.0**-52)
-    uniform = qmc.Sobol(dim, bits=50, rng=rng).random(number)
-    return uniform.clip(2.0**-52, 1 - 2.0**-52)
+    shift = rng.integers(2**DIGITS, size=dim)
+    return ((scrambled_digits(number, dim) ^ shift) + 0.5) / 2.0**DIGITS
 
 
 def sobol_normal(
@@ -462,12 +479,16 @@ def weigh_sequence(
     return [*pair_sums(rows, rest), points.log_weights, undefined]
 
 
+# How far out climbers start at the most, in standard deviations.
+FARTHEST = 20.0
+
+
 def climb_from_afar(
     rng: np.random.Generator, evaluate: Evaluator, transport: Affine, steps: int = 40
 ) -> Points:
     """Climbers that start far out and go uphill, where they have come to rest."""
     dim = np.size(transport.shift)
-    far = np.geomspace(2, 20, BATCH)[:, None]
+    far = np.geomspace(2, FARTHEST, BATCH)[:, None]
     now = evaluate(transport, far * rng.normal(size=(BATCH, dim)))
     size, last = np.ones(BATCH), np.full(BATCH, np.inf)
     for _ in range(steps):

@@ -450,6 +450,8 @@ def pareto_shape(excess: Float[np.ndarray, " draws"]) -> float:
     number = excess.size
     grid = 30 + int(np.sqrt(number))
     quartile = excess[int(number / 4 + 0.5) - 1]
+    if not quartile > 0:  # a quarter of them vanish beside the largest
+        return np.inf
     rates = 1 - np.sqrt(grid / (np.arange(1, grid + 1) - 0.5))
     rates = rates / (3 * quartile) + 1 / excess[-1]
     shapes = np.log1p(-rates[:, None] * excess).mean(1)
