@@ -287,8 +287,11 @@ class PointEngine:
         return self.evaluate.gradients
 
     def add_block(self, job: PointJob) -> PointJob:
-        """The job with twice as many points as in its last block."""
-        seed, pairs = [*job.key, len(job.run.pairs)], 2 * int(job.run.pairs[-1])
+        """The job with one more block, of about as many points as it needs."""
+        seed, last = [*job.key, len(job.run.pairs)], float(job.run.pairs[-1])
+        needed = 1.2 * error_ratio(job, job.estimate()) ** 2 - 1
+        needed = np.sum(job.run.pairs) * (needed if needed > 0 else 1)
+        pairs = 2 ** int(np.ceil(np.log2(np.clip(needed, last / 2, 2 * last))))
         parts, pairs = (self.evaluate, self.inner), min(pairs, MOST_PAIRS)
         run = weigh_more(seed, *parts, job.run, pairs, job.mixture)
         rng = np.random.default_rng([*seed, 1])
@@ -542,15 +545,22 @@ def has_bias(job: Job) -> bool:
     return beyond_chance(apart.sum(0) / float(np.sum(plus.steps)), noise, 1e-4)
 
 
-def is_reached(job: Job | PointJob, estimate: Estimate) -> bool:
-    """Whether the run is as accurate as was asked for, or as it can be."""
+def error_ratio(job: Job | PointJob, estimate: Estimate) -> float:
+    """The largest error, with a margin, in units of what is small enough."""
     errors = job.goal.errors(np.sqrt(estimate.variance))
     errors = np.where(job.findings.heavy, np.inf, errors)  # hopeless, and flagged
     margin = 1 + 1 / np.sqrt(2 * estimate.degrees)
+    enough = np.maximum(errors, 2 * job.least_error)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = margin * estimate.mcse / enough
+    return float(np.where(estimate.mcse == 0, 0.0, ratio).max())
+
+
+def is_reached(job: Job | PointJob, estimate: Estimate) -> bool:
+    """Whether the run is as accurate as was asked for, or as it can be."""
     if not np.isfinite(estimate.mean).all():
         return True
-    enough = np.maximum(errors, 2 * job.least_error)
-    return bool((margin * estimate.mcse <= enough).all()) and job.is_settled(estimate)
+    return error_ratio(job, estimate) <= 1 and job.is_settled(estimate)
 
 
 def add_history(job: Any, estimate: Estimate, seconds: float) -> Any:

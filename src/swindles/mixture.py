@@ -159,10 +159,10 @@ def soften(
 
 
 # Parts, beside two for every other mode; more in every round; rounds at the most.
-PARTS, MORE_PARTS, MOST_MIXTURES = 6, 2, 8
-# Worth of the weights that needs no more rounds; that will do, if two rounds gain less
-# than a tenth.
-GOOD_WORTH, FAIR_WORTH, WORTH_GAIN = 0.6, 0.3, 1.1
+PARTS, MORE_PARTS, MOST_MIXTURES = 6, 5, 8
+# Worth of the weights and Pareto k that need no more rounds; the worth that will do, if
+# three rounds gain less than a tenth.
+GOOD_WORTH, LOW_K, FAIR_WORTH, WORTH_GAIN = 0.6, 0.5, 0.3, 1.1
 
 
 class MixtureRound(NamedTuple):
@@ -200,6 +200,33 @@ def spread_parts(
     return Mixture(np.full(number, 1 / number), z[taken], np.array([root] * number))
 
 
+def missing_parts(
+    rng: np.random.Generator, z: np.ndarray, weights: np.ndarray, number: int
+) -> Mixture:
+    """Parts at points whose weight is far too large, shaped like what is around them.
+
+    Examples
+    --------
+    >>> rng, z = np.random.default_rng(0), np.linspace(-1, 1, 1001)[:, None]
+    >>> weights = np.where(z[:, 0] > 0.9, 10.0, 0.1)
+    >>> parts = missing_parts(rng, z, weights / weights.sum(), 3)
+    >>> bool((parts.centers > 0.9).all()), bool((parts.roots < 0.1).all())
+    (True, True)
+    """
+    dim, few = z.shape[1], max(50, 10 * z.shape[1])
+    excess = np.clip(weights - 3 * weights.mean(), 0, None)
+    excess = excess if np.count_nonzero(excess) >= number else weights
+    taken = rng.choice(len(z), number, p=excess / excess.sum())
+    cloud = z[rng.choice(len(z), 2000, p=weights)]
+    spread = np.atleast_2d(np.cov(cloud.T)) + 1e-9 * np.eye(dim)
+    inverse, roots = np.linalg.inv(np.linalg.cholesky(spread)), []
+    for center in z[taken]:
+        away = cloud - center
+        near = away[np.argsort(((away @ inverse.T) ** 2).sum(1))[:few]]
+        roots.append(np.linalg.cholesky(near.T @ near / few + 1e-4 * spread))
+    return Mixture(np.full(number, 1 / number), z[taken], np.array(roots))
+
+
 def join_mixtures(one: Mixture, other: Mixture) -> Mixture:
     """The parts of both, a new one with the average share of all."""
     new = len(other.shares) / (len(one.shares) + len(other.shares))
@@ -208,15 +235,40 @@ def join_mixtures(one: Mixture, other: Mixture) -> Mixture:
     return Mixture(shares, centers, np.concatenate([one.roots, other.roots]))
 
 
+def next_mixture(
+    rng: np.random.Generator,
+    mixture: Mixture,
+    seen: list[tuple[np.ndarray, np.ndarray]],
+    used: list[Mixture],
+) -> Mixture:
+    """A better mixture, from the points of all rounds; ``mixture`` is the last one.
+
+    Each round has seen points and their log densities.
+    """
+    z, logdensity = (np.concatenate(part) for part in zip(*seen, strict=True))
+    proposals = np.stack([each.log_density(z) for each in used])
+    log_weights = logdensity - np.logaddexp.reduce(proposals, axis=0)
+    least = max(100, 60 * z.shape[1])
+    weights = soften(log_weights, least)
+    if len(used) == 1:
+        mixture = spread_parts(rng, z, weights, PARTS + len(mixture.shares) - 2)
+    else:
+        own = seen[-1][1] - mixture.log_density(seen[-1][0])
+        fresh = missing_parts(rng, seen[-1][0], soften(own, least), MORE_PARTS)
+        mixture = join_mixtures(mixture, fresh)
+    for _ in range(5):
+        mixture = fit_parts(mixture, z, weights)
+    return mixture
+
+
 def improve_mixture(
     rng: np.random.Generator, evaluate: Evaluator, transport: Affine, mixture: Mixture
 ) -> Iterator[MixtureRound]:
     """Better and better mixtures, while that pays; the first is the one given."""
-    dim, number = mixture.centers.shape[1], PARTS + len(mixture.shares) - 2
     seen, used, best, stale = [], [], 0.0, 0
-    pairs = 2 ** int(np.clip(np.ceil(np.log2(200 * dim)), 11, 13))
-    for step in range(MOST_MIXTURES):
-        points = evaluate(transport, mixture.pairs(rng, pairs))
+    wanted = np.ceil(np.log2(200 * mixture.centers.shape[1]))
+    for _ in range(MOST_MIXTURES):
+        points = evaluate(transport, mixture.pairs(rng, 2 ** int(wanted.clip(11, 13))))
         density = np.where(np.isnan(points.logdensity), -np.inf, points.logdensity)
         own = density - mixture.log_density(points.z)
         if not np.isfinite(own.max()):
@@ -226,18 +278,12 @@ def improve_mixture(
         worth = now.efficiency if now.pareto_k <= 0.7 else 0.0
         stale = 0 if worth > WORTH_GAIN * best else stale + 1
         best = max(best, worth)
-        if best > GOOD_WORTH or (stale > 1 and best > FAIR_WORTH):
+        good = worth > GOOD_WORTH and now.pareto_k <= LOW_K
+        if good or (stale > 2 and best > FAIR_WORTH):
             return
         seen.append((points.z, density))
         used.append(mixture)
-        z, logdensity = (np.concatenate(part) for part in zip(*seen, strict=True))
-        proposals = np.stack([each.log_density(z) for each in used])
-        log_weights = logdensity - np.logaddexp.reduce(proposals, axis=0)
-        weights = soften(log_weights, max(100, 60 * dim))
-        fresh = spread_parts(rng, z, weights, MORE_PARTS if step else number)
-        mixture = join_mixtures(mixture, fresh) if step else fresh
-        for _ in range(5):
-            mixture = fit_parts(mixture, z, weights)
+        mixture = next_mixture(rng, mixture, seen, used)
 
 
 # Up to this dimension a mixture is tried.
