@@ -1194,7 +1194,7 @@ def test_finer_steps_find_nothing_new_where_the_run_is_right(plain_report):
 
 
 def rosenbrock(x):
-    """x[0] is normal; the farther out it is, the steeper the valley around its square."""
+    """x[0] is normal; the farther out, the steeper the valley around its square."""
     return -5.0 * (x[1] - x[0] ** 2) ** 2 - 0.05 * (x[0] - 1) ** 2
 
 

@@ -695,7 +695,7 @@ def range_program(problem: Problem) -> Callable:
     The largest and the smallest values of the statistics: (chains, statistics) each.
     """
 
-    def ranges(key: Array, z: Array, size: Array, leaps: Array, steps: Array) -> Any:
+    def ranges(key: Array, z: Array, size: float, leaps: int, steps: int) -> Any:
         algorithm = hmc(size, leaps)(problem.logdensity)
         see = jax.vmap(problem.statistic)
 
@@ -704,8 +704,8 @@ def range_program(problem: Problem) -> Callable:
             return jnp.maximum(sums[0], now), jnp.minimum(sums[1], now)
 
         states, here = jax.vmap(algorithm.init)(z), see(z)
-        inputs = key, states, (here, here), 0, steps, algorithm.step, update
-        return take_steps(*inputs)[1]
+        end = take_steps(key, states, (here, here), 0, steps, algorithm.step, update)
+        return end[1]
 
     return jax.jit(ranges)
 
