@@ -29,6 +29,7 @@ from swindles.coupling import (
     Rates,
     Sampler,
     add_rates,
+    compiled,
     couple,
     empty_rates,
 )
@@ -167,7 +168,7 @@ def pair_series(statistic: Callable) -> Series:
         values = pair_values(statistic, states)
         return values[0], values.mean(0) if len(values) == 2 else None
 
-    return series
+    return compiled(statistic, "pair series", lambda: series)
 
 
 class Sums(NamedTuple):
@@ -228,7 +229,8 @@ def fold_series(
         return Sums(add_step(sums.plus, plus), both, add_rates(sums.rates, infos))
 
     none = None if swindled is None else moments
-    return Sums(moments, none, empty_rates(states)), update
+    same = compiled(series, "update", lambda: update)  # and with it its program
+    return Sums(moments, none, empty_rates(states)), same
 
 
 class Result(NamedTuple):

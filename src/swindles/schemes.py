@@ -220,10 +220,12 @@ def fit_scheme(scheme: Scheme, sums: Any, features: Features, draws: float) -> F
     if isinstance(sums, FeatureProducts):
         eps = float(np.finfo(np.asarray(sums.center).dtype).eps)
         return fit_features(sums, features.widths, draws * expectation.covariance, eps)
-    f, g = scheme.rows(scheme.chains)
-    if g:
-        return fit_pair(sums, f, g, expectation, draws)
-    return fit_pair(sums, f, g)._replace(beta=np.zeros((0, sums.first.value.shape[-1])))
+    if isinstance(sums, PairProducts):
+        return fit_pair(sums, *scheme.rows(scheme.chains), expectation, draws)
+    found = estimate_series(sums).estimate  # nothing to fit
+    size = np.sqrt(found.variance + found.mean**2)
+    variance = found.num_draws * found.mcse**2
+    return Fitted(np.zeros((0, size.size)), variance, found.mean, size)
 
 
 def make_plan(
@@ -280,11 +282,12 @@ def learn(
     mean = features.expectation.mean
     if parts.stein:
         fold = fold_feature_products(problem.statistic, features.observe, mean, states)
-    else:
-        if parts.has_control:
-            observe = features.observe
-            check_features(jax.jit(lambda states: observe(states))(states), mean)
+    elif parts.has_control:
+        observe = features.observe
+        check_features(jax.jit(lambda states: observe(states))(states), mean)
         fold = fold_pair_products(problem.statistic, states)
+    else:  # the sums of the run to come, and so its program
+        fold = fold_series(pair_series(problem.statistic), states)
     states, _ = run(keys[0], algorithm, states, max(num_steps // 2, 1), fold)
     states, sums = run(keys[1], algorithm, states, max(num_steps // 2, 1), fold)
     fitted = fit_scheme(parts, sums, features, draws)
@@ -380,8 +383,8 @@ def correlations(plan: Plan, learned: Any) -> dict[str, np.ndarray]:
 
 def finish_run(sums: Any, plan: Plan, learned: Any) -> Result:
     """The result of a run under a plan."""
-    rho = correlations(plan, learned)
-    if len(plan.beta):
+    rho = correlations(plan, learned) if len(plan.beta) else None
+    if rho is not None:
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = target_variance(sums.swindled) / target_variance(sums.plus)
         rho["features"] = np.sqrt(np.clip(1 - ratio, 0, 1))
