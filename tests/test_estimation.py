@@ -44,6 +44,7 @@ from swindles.estimation import (
     as_key,
     chain_warnings,
     describe_problem,
+    draw_warnings,
     drop_half,
     has_bias,
     has_drift,
@@ -57,7 +58,6 @@ from swindles.estimation import (
     read_job,
     round_to_error,
     run_until_done,
-    tail_warnings,
     write_job,
 )
 from swindles.models import Model, make_problem
@@ -302,10 +302,10 @@ def test_warnings_about_chains():
 
 def test_warnings_about_tails():
     job = taken(16)
-    assert tail_warnings(job, LATENT) == []
+    assert draw_warnings(job, LATENT) == []
     rng = np.random.default_rng(0)
     wild = job._replace(draws=rng.standard_cauchy(job.draws.shape).astype(np.float32))
-    (words,) = tail_warnings(wild, LATENT)
+    (words,) = draw_warnings(wild, LATENT)
     assert words == "tails of 6 statistics (mean[0]) are too heavy for an error"
 
 

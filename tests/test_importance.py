@@ -14,11 +14,13 @@ from scipy.special import digamma, gammainccinv
 
 from swindles.importance import (
     SEQUENCES,
+    RoundProposal,
     beyond_reach,
     climb_from_afar,
     draw_points,
     heavy_statistics,
     largest_jump,
+    look_again,
     other_mode,
     resample,
     segment_errors,
@@ -437,3 +439,56 @@ def test_features_that_do_not_average_to_zero_are_noticed():
     assert weigh_points(SEED, evaluate, to_x, 512, "full").is_biased()
     sound = Evaluator(log_gamma, 2, lambda x: x)
     assert not weigh_points(SEED, sound, unit_map([0.0, 0.0]), 512, "full").is_biased()
+
+
+# A second look
+
+
+def two_looks(logdensity, dim, seed, statistic=moments, order="full"):
+    """An estimate from the unit map's points, and what wider ones say of it."""
+    evaluate, unit = Evaluator(logdensity, dim, statistic), unit_map(np.zeros(dim))
+    run = weigh_points([SEED, seed], evaluate, unit, 256, order)
+    proposal = RoundProposal(dim)
+    return run, look_again([SEED, seed, 1], evaluate, unit, run, proposal), proposal
+
+
+def test_wider_points_are_of_their_density():
+    for dim in (1, 3, 30):
+        wide = RoundProposal(dim).widened().widened()
+        z = wide.pairs(generator(dim), 4096)
+        assert z.std() == pytest.approx(wide.width, rel=0.02)
+        exact = stats.norm(0, wide.width).logpdf(z[:9]).sum(1)
+        constant = 0.5 * dim * np.log(2 * np.pi)
+        np.testing.assert_allclose(wide.log_density(z[:9]), exact + constant)
+        within = np.linalg.norm(z, axis=1) < wide.reach(0.1)
+        assert within.mean() == pytest.approx(0.9, abs=0.02)
+
+
+def test_a_second_look_agrees_where_the_first_is_right():
+    """Forty looks at a skewed and a bent density: differences as large as chance."""
+    densities = [
+        lambda x: jnp.sum(1.5 * x - jnp.exp(x) - x**2 / 8),
+        lambda x: -0.5 * x[0] ** 2 - 0.5 * (x[1] - 0.3 * x[0] ** 2) ** 2,
+    ]
+    found = [two_looks(each, 2, seed)[1] for each in densities for seed in range(20)]
+    apart = np.array([each.apart for each in found])
+    assert apart.max() < 1 and np.median(apart) > 0.05
+    assert min(each.digits for each in found) > 1.5
+
+
+def test_a_second_look_sees_an_error_of_the_first():
+    """A part of the density that hardly a point of the map has reached."""
+
+    def with_a_far_part(x):
+        far = jnp.log(0.02) - 0.5 * jnp.sum(((x - 5.5) / 0.5) ** 2) + jnp.log(2.0)
+        return jnp.logaddexp(standard_normal(x), far)
+
+    wrong, flagged = 0, 0
+    for seed in range(10):
+        run, second, _ = two_looks(with_a_far_part, 1, seed, lambda x: x, "none")
+        found = run.estimate()
+        wrong += abs(found.mean[0] - 5.5 * 0.02 / 1.02) > 4 * found.mcse[0]
+        flagged += second.apart > 1
+    assert wrong == 10 and flagged >= 9
+    moved = run._replace(swindled=run.swindled + run.weight[..., None] * found.mcse)
+    assert np.isclose(moved.estimate().mean - found.mean, found.mcse)

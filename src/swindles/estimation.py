@@ -32,6 +32,7 @@ from swindles.accuracy import (
     beyond_chance,
     block_means,
     heavy_tails,
+    mixing_rhat,
     summarize,
 )
 from swindles.antithetic import Sums, fold_series
@@ -56,11 +57,14 @@ from swindles.coupling import (
 from swindles.importance import (
     FARTHEST,
     SEQUENCES,
+    RoundProposal,
+    SecondLook,
     Weighted,
     beyond_reach,
     fit_highest,
     heavy_statistics,
     largest_jump,
+    look_again,
     other_mode,
     weigh_more,
     weigh_points,
@@ -227,6 +231,7 @@ class PointJob(NamedTuple):
     mixture: Mixture | None = None  # what points are drawn from, if not from the map
     reason: str = ""  # why the map itself would not do
     whitened: bool = False  # whether its coordinates are standard normal a priori
+    second: SecondLook | None = None  # what other points say
 
     @property
     def scheme(self) -> str:
@@ -265,9 +270,11 @@ class PointJob(NamedTuple):
         quality = f"Pareto k {self.run.pareto_k.max():.2f}"
         worth = f"weights worth {self.run.efficiency.mean():.0%}"
         line = f"importance, {self.run.gradients} points, {quality}, {worth}: no chain"
-        if self.mixture is None:
-            return line
-        return f"{line}\na mixture of {len(self.mixture.shares)}, since {self.reason}"
+        if self.mixture is not None:
+            line += f"\na mixture of {len(self.mixture.shares)}, since {self.reason}"
+        if self.second is not None and self.second.apart <= 1:
+            line += f"\nother, wider points agree to {self.second.digits:.1f} digits"
+        return line
 
 
 class PointEngine:
@@ -398,6 +405,8 @@ ROWS = 32
 FIRST_BLOCK = 10
 # Blocks before a run may end.
 LEAST_ROWS = 8
+# R-hat of ranks and tails of the draws that are kept; with few of them it has noise.
+MOST_RHAT = 1.1
 
 
 class Job(NamedTuple):
@@ -452,7 +461,8 @@ class Job(NamedTuple):
     def is_settled(self, estimate: Estimate) -> bool:
         """Whether nothing but the error decides when to stop."""
         mixed = np.nanmax(estimate.rhat, initial=0) <= 1.05
-        return len(self.draws) >= LEAST_ROWS and mixed and not has_drift(self)
+        mixed = mixed and len(self.draws) >= LEAST_ROWS and not has_drift(self)
+        return mixed and np.nanmax(mixing_rhat(self.draws), initial=0) <= MOST_RHAT
 
     def headline(self) -> str:
         """What was done, in a line."""
@@ -652,18 +662,33 @@ def point_warnings(job: PointJob) -> list[str]:
             "the Stein features do not average to zero: the density is cut off, or the "
             'weights miss a part of it; scheme="plain" is safe'
         )
+    if job.second is not None and job.second.apart > 1:
+        found.append(
+            f"other, wider points give another answer, {job.second.apart:.1f} times as "
+            'far off as chance allows: the weights miss a part; try scheme="plain"'
+        )
     return found
 
 
-def tail_warnings(job: Job, problem: Problem) -> list[str]:
-    """Which statistics have tails too heavy for a reliable error, in words."""
+def draw_warnings(job: Job, problem: Problem) -> list[str]:
+    """What the draws that were kept say against the chains, in words."""
     draws = jnp.asarray(job.draws.reshape(-1, problem.dim))
-    values = jax.jit(lambda z: jax.lax.map(problem.statistic, z, batch_size=256))(draws)
-    heavy = heavy_tails(np.asarray(values, np.float64))
-    if not heavy.any():
-        return []
-    first = problem.names[int(heavy.argmax())]
-    return [f"tails of {heavy.sum()} statistics ({first}) are too heavy for an error"]
+    see = jax.jit(lambda z: jax.lax.map(problem.statistic, z, batch_size=256))
+    values, found = np.asarray(see(draws), np.float64), []
+    heavy = heavy_tails(values)
+    if heavy.any():
+        first = problem.names[int(heavy.argmax())]
+        found.append(
+            f"tails of {heavy.sum()} statistics ({first}) are too heavy for an error"
+        )
+    rhat = mixing_rhat(values.reshape(*job.draws.shape[:2], -1))
+    slow = np.nan_to_num(rhat) > MOST_RHAT
+    if slow.any():
+        found.append(
+            f"{slow.sum()} statistics ({problem.names[int(np.nanargmax(rhat))]}) are "
+            f"not mixed: R-hat of their ranks or tails is up to {rhat[slow].max():.2f}"
+        )
+    return found
 
 
 # Ends to look at, of all statistics: those where the draws go farthest.
@@ -1113,9 +1138,13 @@ def rebuild_job(tree: dict[str, Any]) -> Job | PointJob:
         "stages": {name: Stage(**x) for name, x in tree.get("stages", {}).items()},
     }
     if "plan" not in tree:
-        parts, run = tree.get("mixture"), Weighted(**tree["run"])
-        mixture = Mixture(**parts) if parts else None
-        return PointJob(**tree | {"run": run, "mixture": mixture})
+        parts, second = tree.get("mixture"), tree.get("second")
+        changed: dict[str, Any] = {
+            "run": Weighted(**tree["run"]),
+            "mixture": Mixture(**parts) if parts else None,
+            "second": SecondLook(**second) if second else None,
+        }
+        return PointJob(**tree | changed)
     rows, chains = tree["run"]["rows"], SCHEMES[tree["plan"]["scheme"]].chains
     swindled = rows["swindled"]
     sums = Sums(
@@ -1194,7 +1223,7 @@ def make_report(job: Job | PointJob, task: Task) -> Report:
     errors = job.goal.errors(np.sqrt(found.variance))
     reasons = all_warnings(job, found)
     if isinstance(job, Job):
-        reasons += tail_warnings(job, task.problem.through(task.transport))
+        reasons += draw_warnings(job, task.problem.through(task.transport))
     return Report(
         found,
         job,
@@ -1371,9 +1400,13 @@ def make_engine(job: Job | PointJob, task: Task) -> Engine | PointEngine:
     """What takes the next block of a job."""
     if isinstance(job, Job):
         return Engine(job, task.problem.through(task.transport))
+    return PointEngine(job, point_problem(job, task))
+
+
+def point_problem(job: PointJob, task: Task) -> Problem:
+    """What points are looked at in: x, or the space of a map of one's own."""
     own = job.transport is None
-    space = task.problem.through(task.transport) if own else task.problem
-    return PointEngine(job, space)
+    return task.problem.through(task.transport) if own else task.problem
 
 
 def another_way(
@@ -1422,7 +1455,7 @@ def run_until_done(
                 task.save(now())
                 saved = clock.seconds
             show_progress(clock.bar, found, job.goal)
-        job = check_with_finer_steps(job, task, clock)
+        job = check_job(job, task, clock)
     except KeyboardInterrupt:
         if len(job.draws) < 2:
             raise
@@ -1430,10 +1463,27 @@ def run_until_done(
     return make_report(now(), task)
 
 
-def check_with_finer_steps(job: Any, task: Task, clock: Clock) -> Any:
-    """The job, if it is one of chains and done, with what smaller steps have shown."""
+def check_job(job: Any, task: Task, clock: Clock) -> Any:
+    """The job with what a second way says: wider points, or smaller steps."""
+    if isinstance(job, PointJob):
+        return check_with_wider_points(job, task, clock)
+    return check_with_finer_steps(job, task, clock)
+
+
+def check_with_wider_points(job: PointJob, task: Task, clock: Clock) -> PointJob:
+    """The job with what a second set of points says."""
+    engine = PointEngine(job, point_problem(job, task))
+    evaluate, seed = engine.evaluate, [*job.key, len(job.run.pairs), 2]
+    with clock.stage("check", lambda: evaluate.gradients):
+        proposal = job.mixture or RoundProposal(evaluate.dim)
+        second = look_again(seed, evaluate, engine.inner, job.run, proposal)
+    return job._replace(second=second)
+
+
+def check_with_finer_steps(job: Job, task: Task, clock: Clock) -> Job:
+    """The job, if it is done, with what smaller steps have shown."""
     found, sampled = job.estimate(), clock.stages.get(Engine.stage)
-    if not isinstance(job, Job) or sampled is None or not np.isfinite(found.mean).all():
+    if sampled is None or not np.isfinite(found.mean).all():
         return job
     if not is_reached(job, found):
         return job

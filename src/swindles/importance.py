@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int
-from scipy.special import gammainccinv, gammaln, ndtri
+from scipy.special import gammainccinv, gammaln, ndtri, stdtrit
 
 from swindles.accuracy import Estimate, beyond_chance
 from swindles.control import PENALTIES, full_beta
@@ -77,6 +77,11 @@ def sobol_normal(
     return ndtri(sobol_uniform(rng, number, dim))
 
 
+def widening(dim: int) -> float:
+    """How much wider a Gaussian may be, for weights to be worth most of its points."""
+    return 1 + 0.4 / np.sqrt(dim)
+
+
 class RoundProposal(NamedTuple):
     """Where points come from: N(0, I) in latent space, the map itself.
 
@@ -86,6 +91,8 @@ class RoundProposal(NamedTuple):
         The dimension.
     draw
         From random numbers, a number and the dimension to points.
+    width
+        The standard deviation, when it is not 1.
 
     Examples
     --------
@@ -96,23 +103,28 @@ class RoundProposal(NamedTuple):
 
     dim: int
     draw: Callable = sobol_normal
+    width: float = 1.0
 
     def pairs(
         self, rng: np.random.Generator, number: int
     ) -> Float[np.ndarray, "points dim"]:
         """Points, and then the mirror image of each."""
-        z = self.draw(rng, number, self.dim)
+        z = self.width * self.draw(rng, number, self.dim)
         return np.concatenate([z, -z])
 
     def log_density(
         self, z: Float[np.ndarray, "points dim"]
     ) -> Float[np.ndarray, " points"]:
         """Up to the constant of a standard normal."""
-        return -0.5 * (z**2).sum(1)
+        return -0.5 * ((z / self.width) ** 2).sum(1) - self.dim * np.log(self.width)
 
     def reach(self, share: float) -> float:
         """The radius beyond which only this share of the points lies."""
-        return float(np.sqrt(2 * gammainccinv(self.dim / 2, share)))
+        return float(self.width * np.sqrt(2 * gammainccinv(self.dim / 2, share)))
+
+    def widened(self) -> "RoundProposal":
+        """A wider one, whose weights are still worth most of its points."""
+        return self._replace(width=self.width * widening(self.dim))
 
 
 class WeightedPairs(NamedTuple):
@@ -769,3 +781,66 @@ def heavy_statistics(
     growth = np.where(np.isfinite(growth), growth, 0.0)
     least = 2 * growth + 0.5 * (growth > 0.1)
     return (flat[:, None] & (power[1][:, None] < least)).any(0)
+
+
+class SecondLook(NamedTuple):
+    """How a second, wider set of points compares with the first.
+
+    Parameters
+    ----------
+    apart
+        The largest difference, in units of what chance allows.
+    error
+        The largest error of a difference, in posterior standard deviations.
+
+    Examples
+    --------
+    >>> SecondLook(apart=0.4, error=1e-4).digits
+    4.0
+    """
+
+    apart: float
+    error: float
+
+    @property
+    def digits(self) -> float:
+        """Of a standard deviation, to which the two agree."""
+        return float(-np.log10(self.error))
+
+
+# Part of the points that a second look takes, and the probability of a false alarm.
+SECOND_SHARE, SECOND_ALARM = 8, 1e-4
+# What a run keeps of each of its blocks.
+BLOCKS = ["weight", "plain", "swindled", "square"]
+BLOCKS += ["pairs", "pareto_k", "efficiency", "undefined"]
+
+
+def look_again(
+    seed: Any, evaluate: Evaluator, transport: Affine, run: Weighted, proposal: Any
+) -> SecondLook:
+    """Compare the estimate with that of fewer, independent points, more widely spread.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax import enable_x64
+    >>> from swindles.transport import Evaluator, identity
+    >>> with enable_x64(True):
+    ...     evaluate = Evaluator(lambda x: -jnp.sum(jnp.cosh(x)), 2, jnp.square)
+    ...     run = weigh_points(0, evaluate, identity(2), order="full")
+    ...     found = look_again(1, evaluate, identity(2), run, RoundProposal(2))
+    >>> found.apart < 1, found.digits > 2
+    (True, True)
+    """
+    pairs = 2 ** int(max(np.log2(np.sum(run.pairs) / SECOND_SHARE), 5))
+    none = run._replace(**{name: getattr(run, name)[:0] for name in BLOCKS})
+    other = weigh_more(seed, evaluate, transport, none, pairs, proposal.widened())
+    one, two = run.estimate(), other.estimate()
+    error = np.sqrt(one.mcse**2 + two.mcse**2 + run.rounding**2)
+    limit = -stdtrit(SEQUENCES - 1, SECOND_ALARM / 2 / error.size)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        apart = np.abs(one.mean - two.mean) / (limit * error)
+        relative = error / np.sqrt(one.variance)
+    return SecondLook(
+        float(np.nanmax(apart, initial=0.0)), float(np.nanmax(relative, initial=0.0))
+    )

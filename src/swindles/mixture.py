@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 from scipy.special import gammaincinv, gammaln, ndtri
 
-from swindles.importance import far_modes, sobol_uniform
+from swindles.importance import far_modes, sobol_uniform, widening
 from swindles.transport import (
     Affine,
     Evaluator,
@@ -88,6 +88,10 @@ class Mixture(NamedTuple):
         far = np.linalg.norm(self.pairs(np.random.default_rng(0), 2**13), axis=1)
         seen = max(share, 10 / far.size)
         return float(np.quantile(far, 1 - seen) * (seen / share) ** (1 / DEGREES))
+
+    def widened(self) -> "Mixture":
+        """A wider one, whose weights are still worth most of its points."""
+        return self._replace(roots=self.roots * widening(self.centers.shape[1]))
 
 
 # A part with less than this share, or fewer effective points than that, is dropped.
