@@ -309,6 +309,16 @@ def test_warnings_about_tails():
     assert words == "tails of 6 statistics (mean[0]) are too heavy for an error"
 
 
+def test_chains_that_stay_apart_are_not_mixed():
+    """Every third one is elsewhere; and, by ranks of the distance, wider."""
+    job = taken(16)
+    third = (np.arange(CHAINS) % 3 == 0)[:, None]
+    for away in (job.draws + 2 * third, job.draws * np.where(third, 4, 1)):
+        moved = job._replace(draws=away.astype(np.float32))
+        assert "not mixed: R-hat of ranks" in draw_warnings(moved, LATENT)[-1]
+        assert not moved.is_settled(job.estimate())
+
+
 def test_notes():
     job = taken(16)
     found = job.estimate()
@@ -952,7 +962,9 @@ def test_no_chain_is_run_where_none_is_needed():
     apart = np.abs(found.estimate.mean - normal_truth())  # which has its own rounding
     assert (apart < 4.5 * found.estimate.mcse + 1e-13).all()
     assert found.estimate.ess.min() > 20 * found.job.gradients
-    assert list(found.job.stages) == ["compiling", "map", "importance", "other"]
+    stages = ["compiling", "map", "importance", "check", "other"]
+    assert list(found.job.stages) == stages
+    assert "other points, with heavy tails, agree to" in str(found)
     assert "no chain" in str(found) and "compiling" in str(found)
     counted = sum(stage.gradients for stage in found.job.stages.values())
     assert counted > found.job.gradients > 0

@@ -267,26 +267,6 @@ def rank_rhat(trace: ArrayLike) -> Float[np.ndarray, " dim"]:
     return np.array([array_stats.rhat(trace[..., i].T) for i in range(trace.shape[-1])])
 
 
-def mixing_rhat(trace: ArrayLike) -> Float[np.ndarray, " dim"]:
-    """The largest R-hat of ranks, of distances from the median, and of both tails.
-
-    For a trace (steps, chains, dim). NaN where it does not vary.
-
-    Examples
-    --------
-    >>> trace = np.random.default_rng(0).normal(size=(16, 128, 1))
-    >>> trace[:, :4] -= 2 * (trace[:, :4] > 1)  # four chains that avoid a tail
-    >>> bool(mixing_rhat(trace)[0] > rank_rhat(trace)[0])
-    True
-    """
-    trace = np.asarray(trace, np.float64)
-    low, high = np.quantile(trace, [0.05, 0.95], axis=(0, 1))
-    found = rank_rhat(trace)
-    for tail in (trace <= low, trace >= high):
-        found = np.fmax(found, split_rhat(trace_moments(1.0 * tail, 2)))
-    return found
-
-
 def long_run_variance(trace: ArrayLike) -> np.ndarray:
     """Steps x variance of a chain's average, by Geyer's monotone sequence: (dim,)."""
     trace = np.asarray(trace, np.float64)

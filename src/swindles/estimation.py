@@ -32,7 +32,7 @@ from swindles.accuracy import (
     beyond_chance,
     block_means,
     heavy_tails,
-    mixing_rhat,
+    rank_rhat,
     summarize,
 )
 from swindles.antithetic import Sums, fold_series
@@ -273,7 +273,10 @@ class PointJob(NamedTuple):
         if self.mixture is not None:
             line += f"\na mixture of {len(self.mixture.shares)}, since {self.reason}"
         if self.second is not None and self.second.apart <= 1:
-            line += f"\nother, wider points agree to {self.second.digits:.1f} digits"
+            line += (
+                "\nother points, with heavy tails, agree to "
+                f"{self.second.digits:.1f} digits of a deviation"
+            )
         return line
 
 
@@ -405,7 +408,7 @@ ROWS = 32
 FIRST_BLOCK = 10
 # Blocks before a run may end.
 LEAST_ROWS = 8
-# R-hat of ranks and tails of the draws that are kept; with few of them it has noise.
+# R-hat of the ranks of the draws that are kept; with few of them it has noise.
 MOST_RHAT = 1.1
 
 
@@ -462,7 +465,7 @@ class Job(NamedTuple):
         """Whether nothing but the error decides when to stop."""
         mixed = np.nanmax(estimate.rhat, initial=0) <= 1.05
         mixed = mixed and len(self.draws) >= LEAST_ROWS and not has_drift(self)
-        return mixed and np.nanmax(mixing_rhat(self.draws), initial=0) <= MOST_RHAT
+        return mixed and np.nanmax(rank_rhat(self.draws), initial=0) <= MOST_RHAT
 
     def headline(self) -> str:
         """What was done, in a line."""
@@ -664,8 +667,9 @@ def point_warnings(job: PointJob) -> list[str]:
         )
     if job.second is not None and job.second.apart > 1:
         found.append(
-            f"other, wider points give another answer, {job.second.apart:.1f} times as "
-            'far off as chance allows: the weights miss a part; try scheme="plain"'
+            "other points, with heavy tails, give another answer, "
+            f"{job.second.apart:.1f} times as far off as chance allows: the weights "
+            'miss a part; try scheme="plain"'
         )
     return found
 
@@ -681,12 +685,14 @@ def draw_warnings(job: Job, problem: Problem) -> list[str]:
         found.append(
             f"tails of {heavy.sum()} statistics ({first}) are too heavy for an error"
         )
-    rhat = mixing_rhat(values.reshape(*job.draws.shape[:2], -1))
-    slow = np.nan_to_num(rhat) > MOST_RHAT
+    if len(job.draws) < LEAST_ROWS:
+        return found
+    rhat = np.nan_to_num(rank_rhat(values.reshape(*job.draws.shape[:2], -1)))
+    slow = rhat > MOST_RHAT
     if slow.any():
         found.append(
-            f"{slow.sum()} statistics ({problem.names[int(np.nanargmax(rhat))]}) are "
-            f"not mixed: R-hat of their ranks or tails is up to {rhat[slow].max():.2f}"
+            f"{slow.sum()} statistics ({problem.names[int(rhat.argmax())]}) are not "
+            f"mixed: R-hat of ranks is up to {rhat.max():.2f}; a longer run may help"
         )
     return found
 
@@ -1464,13 +1470,13 @@ def run_until_done(
 
 
 def check_job(job: Any, task: Task, clock: Clock) -> Any:
-    """The job with what a second way says: wider points, or smaller steps."""
+    """The job with what a second way says: other points, or smaller steps."""
     if isinstance(job, PointJob):
-        return check_with_wider_points(job, task, clock)
+        return check_with_other_points(job, task, clock)
     return check_with_finer_steps(job, task, clock)
 
 
-def check_with_wider_points(job: PointJob, task: Task, clock: Clock) -> PointJob:
+def check_with_other_points(job: PointJob, task: Task, clock: Clock) -> PointJob:
     """The job with what a second set of points says."""
     engine = PointEngine(job, point_problem(job, task))
     evaluate, seed = engine.evaluate, [*job.key, len(job.run.pairs), 2]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int
-from scipy.special import gammainccinv, gammaln, ndtri, stdtrit
+from scipy.special import gammainccinv, gammaincinv, gammaln, ndtr, ndtri, stdtrit
 
 from swindles.accuracy import Estimate, beyond_chance
 from swindles.control import PENALTIES, full_beta
@@ -77,11 +77,6 @@ def sobol_normal(
     return ndtri(sobol_uniform(rng, number, dim))
 
 
-def widening(dim: int) -> float:
-    """How much wider a Gaussian may be, for weights to be worth most of its points."""
-    return 1 + 0.4 / np.sqrt(dim)
-
-
 class RoundProposal(NamedTuple):
     """Where points come from: N(0, I) in latent space, the map itself.
 
@@ -91,8 +86,8 @@ class RoundProposal(NamedTuple):
         The dimension.
     draw
         From random numbers, a number and the dimension to points.
-    width
-        The standard deviation, when it is not 1.
+    degrees
+        Of freedom, of a multivariate t distribution in the place of N(0, I).
 
     Examples
     --------
@@ -103,28 +98,36 @@ class RoundProposal(NamedTuple):
 
     dim: int
     draw: Callable = sobol_normal
-    width: float = 1.0
+    degrees: float = np.inf
 
     def pairs(
         self, rng: np.random.Generator, number: int
     ) -> Float[np.ndarray, "points dim"]:
         """Points, and then the mirror image of each."""
-        z = self.width * self.draw(rng, number, self.dim)
+        z = self.draw(rng, number, self.dim + (self.degrees < np.inf))
+        if self.degrees < np.inf:
+            half, part = self.degrees / 2, ndtr(z[:, :1])
+            z = np.sqrt(half / gammaincinv(half, part)) * z[:, 1:]
         return np.concatenate([z, -z])
 
     def log_density(
         self, z: Float[np.ndarray, "points dim"]
     ) -> Float[np.ndarray, " points"]:
         """Up to the constant of a standard normal."""
-        return -0.5 * ((z / self.width) ** 2).sum(1) - self.dim * np.log(self.width)
+        square, half = (z**2).sum(1), self.degrees / 2
+        if self.degrees == np.inf:
+            return -0.5 * square
+        power = half + self.dim / 2
+        constant = gammaln(power) - gammaln(half) - self.dim / 2 * np.log(half)
+        return constant - power * np.log1p(square / self.degrees)
 
     def reach(self, share: float) -> float:
         """The radius beyond which only this share of the points lies."""
-        return float(self.width * np.sqrt(2 * gammainccinv(self.dim / 2, share)))
+        return float(np.sqrt(2 * gammainccinv(self.dim / 2, share)))
 
     def widened(self) -> "RoundProposal":
-        """A wider one, whose weights are still worth most of its points."""
-        return self._replace(width=self.width * widening(self.dim))
+        """One with heavy tails, whose weights are still worth most of its points."""
+        return self._replace(degrees=4.0 + self.dim)
 
 
 class WeightedPairs(NamedTuple):
@@ -784,7 +787,7 @@ def heavy_statistics(
 
 
 class SecondLook(NamedTuple):
-    """How a second, wider set of points compares with the first.
+    """How a second set of points, with heavy tails, compares with the first.
 
     Parameters
     ----------
@@ -818,7 +821,7 @@ BLOCKS += ["pairs", "pareto_k", "efficiency", "undefined"]
 def look_again(
     seed: Any, evaluate: Evaluator, transport: Affine, run: Weighted, proposal: Any
 ) -> SecondLook:
-    """Compare the estimate with that of fewer, independent points, more widely spread.
+    """Compare the estimate with that of fewer, independent points with heavy tails.
 
     Examples
     --------
