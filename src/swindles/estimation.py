@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -232,6 +233,7 @@ class PointJob(NamedTuple):
     reason: str = ""  # why the map itself would not do
     whitened: bool = False  # whether its coordinates are standard normal a priori
     second: SecondLook | None = None  # what other points say
+    flow: dict | None = None  # the map, when it is a flow that was fitted on the way
 
     @property
     def scheme(self) -> str:
@@ -272,6 +274,8 @@ class PointJob(NamedTuple):
         line = f"importance, {self.run.gradients} points, {quality}, {worth}: no chain"
         if self.mixture is not None:
             line += f"\na mixture of {len(self.mixture.shares)}, since {self.reason}"
+        elif self.flow is not None:
+            line += f"\nthrough a flow, since {self.reason}"
         if self.second is not None and self.second.apart <= 1:
             line += (
                 "\nother points, with heavy tails, agree to "
@@ -331,9 +335,8 @@ def first_points(
     run = weigh_points([*seed, 0], evaluate, transport, pairs, order, mixture)
     rng = np.random.default_rng([*seed, 0, 1])
     beyond = beyond_reach(rng, evaluate, transport, run, mixture)
-    kept = None if request.own else transport
     history = np.zeros((0, 4))
-    first = goal, kept, seed, run, beyond, history
+    first = goal, transport, seed, run, beyond, history
     return PointJob(*first, findings, {}, mixture, reason)
 
 
@@ -434,6 +437,7 @@ class Job(NamedTuple):
     reason: str  # why chains were run
     whitened: bool = False  # whether its coordinates are standard normal a priori
     further: str = ""  # a statistic of which finer chains find other extremes
+    flow: dict | None = None  # the map, when it is a flow that was fitted on the way
 
     @property
     def swindled(self) -> Moments:
@@ -793,6 +797,11 @@ def density_notes(job: Job | PointJob) -> list[str]:
         found.append(f"the log density {how}: no Stein features were used")
     if job.whitened:
         found.append("in coordinates that are standard normal under the prior")
+    if job.flow is not None:
+        found.append(
+            "a flow was fitted: keep it with swindles.neutra.save_map(path, "
+            "report.transport), and give it as transport= the next time"
+        )
     return found
 
 
@@ -816,7 +825,7 @@ def job_notes(job: Job, estimate: Estimate) -> list[str]:
             "some errors are those of the control's mean, and stay as they are"
         )
     k = job.findings.pareto_k
-    if k > GOOD_K:
+    if k > GOOD_K and job.flow is None:
         found.append(
             f"the posterior is far from the map (Pareto k {k:.1f}): a flow may help, "
             "see swindles.neutra.fit_flow"
@@ -1198,11 +1207,16 @@ class Task(NamedTuple):
     about: dict
     whiten: Callable[[], Problem] | None = None  # the same, in other coordinates
     whitened: bool = False  # whether the problem is the one in other coordinates
+    own: bool = False  # whether the map is not ours to improve
 
     def in_other_coordinates(self) -> "Task":
         """The task in the coordinates that are standard normal under the prior."""
         assert self.whiten is not None
         return self._replace(problem=self.whiten(), transport=None, whitened=True)
+
+    def owned(self, job: PointJob) -> PointJob:
+        """The job without its map, if that is not ours to save."""
+        return job._replace(transport=None) if self.own else job
 
     def save(self, job: Job | PointJob) -> None:
         """Write the job to the file, if there is one."""
@@ -1281,7 +1295,6 @@ class Request(NamedTuple):
     goal: Goal
     scheme: str | None
     num_chains: int
-    own: bool  # whether the map is the user's
 
 
 def map_stage(request: Request, evaluate: Evaluator, task: Task) -> Gaussian:
@@ -1295,7 +1308,7 @@ def map_stage(request: Request, evaluate: Evaluator, task: Task) -> Gaussian:
 
 def point_space(request: Request, task: Task) -> tuple[Evaluator, Affine]:
     """What looks at points, and the affine map that they are drawn through."""
-    if request.own:
+    if task.own:
         space = task.problem.through(task.transport)
         return space.evaluator(), unit_map(np.zeros(space.dim))
     return task.problem.evaluator(), task.transport
@@ -1313,7 +1326,7 @@ def map_points(
         return None, f"the map is poor, its weights are worth {findings.efficiency:.1%}"
     with clock.stage("importance", lambda: evaluate.gradients):
         job = first_points(request, evaluate, inner, findings)
-        return job, why_not_points(job, clock)
+        return task.owned(job), why_not_points(job, clock)
 
 
 def try_mixture(
@@ -1325,7 +1338,7 @@ def try_mixture(
         return None
     with clock.stage("mixture", lambda: evaluate.gradients):
         job = mixture_points(request, evaluate, inner, findings, reason)
-    return None if job is None or why_not_points(job, clock) else job
+    return None if job is None or why_not_points(job, clock) else task.owned(job)
 
 
 def map_task(
@@ -1337,7 +1350,7 @@ def map_task(
         found = map_stage(request, evaluate, task)
         findings = inspect_posterior(request.key, evaluate, found)
     inner = Affine(*(jnp.asarray(x, evaluate.dtype) for x in found.transport))
-    task = task if request.own else task._replace(transport=inner)
+    task = task if task.own else task._replace(transport=inner)
     return task, findings, found.elbo
 
 
@@ -1345,8 +1358,10 @@ def set_up(request: Request, task: Task, clock: Clock) -> tuple[Job | PointJob, 
     """Find a map, and weigh points; if that will not do, choose a scheme."""
     task, findings, elbo = map_task(request, task, clock)
     job, reason = map_points(request, task, findings, clock)
-    if reason and task.whiten and not request.own:
-        other, news, gain = map_task(request, task.in_other_coordinates(), clock)
+    if reason and task.whiten and not task.own:
+        with clock.stage("compiling"):
+            turned = task.in_other_coordinates()
+        other, news, gain = map_task(request, turned, clock)
         if gain > elbo:
             task, findings = other, news
             job, reason = map_points(request, task, findings, clock)
@@ -1364,7 +1379,7 @@ def chain_map(
     request: Request, task: Task, findings: Findings, clock: Clock
 ) -> tuple[Task, Findings]:
     """A map that chains have learned, where the one that there is is poor."""
-    if request.own:
+    if task.own:
         return task, findings
     evaluate, inner = point_space(request, task)
     with clock.stage("map", lambda: evaluate.gradients):
@@ -1376,18 +1391,73 @@ def chain_map(
     return task._replace(transport=inner), findings
 
 
+# R-hat of a pilot run whose chains hardly move; seconds that a flow is worth a try in.
+SLOW, FLOW_SECONDS = 1.2, 20.0
+# Dimensions of a flow at the most; steps and draws to fit it with, a width of its layers.
+LARGEST_FLOW, FLOW_STEPS, FLOW_BATCH, FLOW_WIDTH = 100, 4000, 256, 32
+
+
+def is_worth_bending(
+    choice: Choice, goal: Goal, task: Task, findings: Findings, clock: Clock
+) -> bool:
+    """Whether chains creep, a flow may help them, and there is time to fit one."""
+    odd = findings.jump or findings.other_mode < np.inf or findings.heavy.any()
+    fits = 2 <= task.problem.dim <= LARGEST_FLOW and find_spec("flowjax") is not None
+    remaining = (goal.seconds or np.inf) - clock.seconds
+    creeping = choice.rhat > SLOW and remaining > FLOW_SECONDS
+    return creeping and fits and not (task.own or odd)
+
+
+def bend_map(request: Request, task: Task, clock: Clock) -> Task | None:
+    """The task with a flow for its map; None if that is no better."""
+    with clock.stage("flow", lambda: spent):
+        spent, neutra = 0, import_module("swindles.neutra")
+        remaining = ((request.goal.seconds or np.inf) - clock.seconds) / 2
+        design = neutra.Design(width=FLOW_WIDTH, depth=1)
+        schedule = neutra.Schedule(FLOW_STEPS, FLOW_BATCH, 1e-2, seconds=remaining)
+        inputs = task.problem.logdensity, task.transport, design, schedule
+        key = jax.random.fold_in(request.key, 6)
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                fit = neutra.fit_flow(key, *inputs, trials=1)
+        except ValueError:  # the loss is not finite
+            return None
+        spent = fit.loss.size * FLOW_BATCH + 2 * fit.log_weights.size
+    if not isinstance(fit.transport, neutra.Flow):
+        return None
+    return task._replace(transport=fit.transport, own=True)
+
+
+def flow_job(
+    request: Request, task: Task, reason: str, clock: Clock
+) -> tuple[Job | PointJob, Task]:
+    """Points of a flow; if these will not do, chains through it."""
+    task, findings, _ = map_task(request, task, clock)
+    job, other = map_points(request, task, findings, clock)
+    found: Any = job and job._replace(reason=reason)
+    if job is None or other:
+        reason = f"{reason}; of a flow, {other}"
+        found, task = chain_job(request, task, findings, reason, clock)
+    fields = import_module("swindles.neutra").map_fields(task.transport)
+    return found._replace(flow=jax.device_get(fields)), task
+
+
 def chain_job(
     request: Request, task: Task, findings: Findings, reason: str, clock: Clock
 ) -> tuple[Job, Task]:
     """Choose among schemes in a pilot run, and make an empty job."""
     task, findings = chain_map(request, task, findings, clock)
-    key, goal, scheme, num_chains, _ = request
+    key, goal, scheme, num_chains = request
     names = list(CANDIDATES) if scheme is None else [scheme]
     if findings.jump:
         names = [name for name in names if not SCHEMES[name].stein] or ["plain"]
     keys, latent = jax.random.split(key, 3), task.problem.through(task.transport)
     with clock.stage("pilot"):
         choice = choose_scheme(keys[1], latent, goal.errors, num_chains, names)
+    if scheme is None and is_worth_bending(choice, goal, task, findings, clock):
+        bent = bend_map(request, task, clock)
+        if bent is not None:
+            return flow_job(request, bent, reason, clock)
     job = make_job(keys[2], choice, goal, task.transport, findings, reason)
     return Engine(job, latent).begin(job), task
 
@@ -1588,6 +1658,8 @@ def read_same_job(path: str | Path, about: dict, transport: Any) -> tuple[Any, A
             f"{path} holds another run, with another {' and '.join(other)}: name "
             "another file, or delete it"
         )
+    if job.flow is not None:
+        transport = import_module("swindles.neutra").restore_map(job.flow, path)
     if job.transport is None and transport is None:
         raise ValueError(f"{path} was run with a map of your own: give it again")
     return job, job.transport if transport is None else transport
@@ -1717,9 +1789,9 @@ def estimate(
         options = {"chains": chains, "scheme": scheme, "key": key_seed(key)}
         parts = transport, file, describe_problem(problem) | options
         task = Task(problem, *parts, other_problem(given, statistics))
-        request = Request(key, goal, scheme, chains, transport is not None)
-        job, task = take_up_or_set_up(request, task, clock)
-        return run_until_done(job, task, clock, request)
+        task = task._replace(own=transport is not None)
+        request = Request(key, goal, scheme, chains)
+        return run_until_done(*take_up_or_set_up(request, task, clock), clock, request)
 
 
 def load(

@@ -4,6 +4,7 @@ Mirrored from book/neutra.md: edit there, then run `make mirror`.
 """
 
 import json
+import time
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -178,6 +179,8 @@ class Schedule(NamedTuple):
         The rate at first.
     tolerance
         Nats to gain in a tenth of the steps, to go on at that rate.
+    seconds
+        After which the fit should be done.
 
     Examples
     --------
@@ -189,6 +192,7 @@ class Schedule(NamedTuple):
     batch: int
     learning_rate: float
     tolerance: float = 0.02
+    seconds: float = np.inf
 
 
 def check_schedule(schedule: Schedule) -> None:
@@ -284,20 +288,22 @@ def minimize_loss(
 ) -> tuple[Any, np.ndarray]:
     """Train in up to ten blocks: at a constant rate until settled, then four more.
 
-    Returns the averaged parameters and the losses of all steps.
+    Or until there is time for no more than four. Returns the averaged parameters and
+    the losses of all steps.
     """
     check_schedule(schedule)
-    num_steps, batch, rate, tolerance = schedule
-    size = num_steps // 10
+    num_steps, batch, rate, tolerance, seconds = schedule
+    size, begin, last = num_steps // 10, time.perf_counter(), 0.0
     train = jax.jit(make_trainer(weigh, dim, batch))
     training = Training(params, adam(dim).init(params), params)
     losses: list[np.ndarray] = []
     decay = None
     with tqdm(total=10 * size, delay=2, leave=False) as bar:
         while decay is None or len(losses) * size < decay + 4 * size:
-            first = len(losses) * size
-            if decay is None and (len(losses) == 6 or has_settled(losses, tolerance)):
-                decay = first
+            first, now = len(losses) * size, time.perf_counter() - begin
+            late = now + 5 * (now - last) > seconds
+            settled = late or len(losses) == 6 or has_settled(losses, tolerance)
+            decay, last = first if decay is None and settled else decay, now
             rows = training_rows(first, size, decay, rate)
             training, loss = train(key, training, rows)
             losses.append(check_loss(np.asarray(loss, np.float64), first))
@@ -430,6 +436,17 @@ def named_arrays(bijection: Any) -> dict[str, Array]:
 MAP_FORMAT = 1
 
 
+def map_fields(transport: Affine | Flow) -> dict[str, Any]:
+    """A map as arrays with names, and the design of a flow as text."""
+    fields: dict[str, Any] = {"format": MAP_FORMAT, "design": "null"}
+    if isinstance(transport, Affine):
+        return fields | transport._asdict()
+    if isinstance(transport, Flow) and transport.design is not None:
+        fields["design"] = json.dumps(transport.design._asdict())
+        return fields | transport.base._asdict() | named_arrays(transport.bijection)
+    raise ValueError("only an affine map or a flow of `fit_flow` can be saved")
+
+
 def save_map(path: str | Path, transport: Affine | Flow) -> None:
     """Write a map to one file, to be read by ``load_map``.
 
@@ -442,31 +459,34 @@ def save_map(path: str | Path, transport: Affine | Flow) -> None:
     ...     sorted(np.load(folder + "/map.npz"))
     ['design', 'format', 'scale', 'shift']
     """
-    fields: dict[str, Any] = {"format": MAP_FORMAT, "design": "null"}
-    if isinstance(transport, Affine):
-        fields |= transport._asdict()
-    elif isinstance(transport, Flow) and transport.design is not None:
-        fields["design"] = json.dumps(transport.design._asdict())
-        fields |= transport.base._asdict() | named_arrays(transport.bijection)
-    else:
-        raise ValueError("only an affine map or a flow of `fit_flow` can be saved")
+    fields = map_fields(transport)
     with open(path, "wb") as file:
         np.savez(file, **fields)
 
 
-def read_map(path: str | Path) -> tuple[Affine, Design | None, dict[str, np.ndarray]]:
-    """What ``save_map`` wrote: the affine map, the flow's design and its arrays."""
+def restore_map(fields: dict[str, Any], path: Any) -> Affine | Flow:
+    """The map that ``map_fields`` has taken apart; ``path`` is where that was found."""
+    fields = dict(fields)
     try:
-        with np.load(path, allow_pickle=False) as file:
-            fields = dict(file)
         version = int(fields.pop("format"))
         options = json.loads(str(fields.pop("design")))
         base = Affine(*(jnp.asarray(fields.pop(name)) for name in Affine._fields))
-    except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as problem:
+    except (ValueError, TypeError, KeyError) as problem:
         raise ValueError(f"{path} is not a file that `save_map` wrote") from problem
     if version != MAP_FORMAT:
         raise ValueError(f"{path} has format {version}, not {MAP_FORMAT}: fit it anew")
-    return base, options and Design(**options), fields
+    if options is None:
+        return base
+    design = Design(**options)
+    key = jax.random.key(0, impl="unsafe_rbg")  # quick to compile; no draw is kept
+    blank = paramax.unwrap(build_flow(design, base.shift.size, key))
+    shapes = {name: array.shape for name, array in named_arrays(blank).items()}
+    if shapes != {name: array.shape for name, array in fields.items()}:
+        raise ValueError(f"the arrays of {path} are not those of a flow of {design}")
+    arrays, rest = eqx.partition(blank, eqx.is_array)
+    leaves = [jnp.asarray(fields[name]) for name in shapes]
+    arrays = jax.tree.unflatten(jax.tree.structure(arrays), leaves)
+    return Flow(base, eqx.combine(arrays, rest), design)
 
 
 def load_map(path: str | Path) -> Affine | Flow:
@@ -481,15 +501,9 @@ def load_map(path: str | Path) -> Affine | Flow:
     ...     load_map(folder + "/map.npz").scale.tolist()
     [1.0, 1.0]
     """
-    base, design, fields = read_map(path)
-    if design is None:
-        return base
-    key = jax.random.key(0, impl="unsafe_rbg")  # quick to compile; no draw is kept
-    blank = paramax.unwrap(build_flow(design, base.shift.size, key))
-    shapes = {name: array.shape for name, array in named_arrays(blank).items()}
-    if shapes != {name: array.shape for name, array in fields.items()}:
-        raise ValueError(f"the arrays of {path} are not those of a flow of {design}")
-    arrays, rest = eqx.partition(blank, eqx.is_array)
-    leaves = [jnp.asarray(fields[name]) for name in shapes]
-    arrays = jax.tree.unflatten(jax.tree.structure(arrays), leaves)
-    return Flow(base, eqx.combine(arrays, rest), design)
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            fields = dict(file)
+    except (ValueError, TypeError, EOFError, zipfile.BadZipFile) as problem:
+        raise ValueError(f"{path} is not a file that `save_map` wrote") from problem
+    return restore_map(fields, path)
