@@ -99,7 +99,7 @@ def finish(app: Any, exception: Exception | None) -> None:
             shutil.copy2(source, target)
     for path in out.rglob("*.map"):  # for those who debug the theme
         path.unlink()
-    about = {"title": app.config.project, "description": citation()["abstract"]}
+    about = {"title": app.config.html_title, "description": citation()["abstract"]}
     first = f"{app.config.root_doc}.html"
     (out / "index.html").write_text(FIRST_PAGE.format(page=first, **about), "utf-8")
 

@@ -8,7 +8,7 @@ var coupledPicture = (function () {
   const colors = ["#0072b2", "#d55e00"]; // swindles.style.COLORS: plus, minus
   const grey = "#6b6b6b"; // plain
   const width = 340;
-  const height = 300;
+  const height = 280;
   const line = (points) => points.map((p) => p.map((v) => v.toFixed(1)).join()).join(" ");
 
   function svg(label, inner) {
@@ -17,7 +17,7 @@ var coupledPicture = (function () {
       fill="none">${inner}</svg>`;
   }
 
-  const toPanel = ([x, y]) => [width / 2 + 40 * x, 254 - 28 * y];
+  const toPanel = ([x, y]) => [width / 2 + 36 * x, 205 - 22 * y];
 
   // Where the density is that of a Gaussian at so many standard deviations.
   function contour(radius) {
@@ -44,7 +44,8 @@ var coupledPicture = (function () {
 
   function drawPaths(pair) {
     const names = ["first chain", "second chain"].map(
-      (name, i) => `<text x="8" y="${20 + 20 * i}" fill="${colors[i]}">${name}</text>`,
+      (name, i) => `<text x="8" y="${20 + 20 * i}" font-weight="bold"
+        fill="${colors[i]}">${name}</text>`,
     );
     return svg(
       "Two chains on a banana-shaped target, with the trajectories of their last step.",
@@ -56,16 +57,16 @@ var coupledPicture = (function () {
   function drawDistance(pair) {
     const { kept } = coupledHMC;
     const first = Math.max(0, pair.step - kept);
-    const across = (step) => 52 + (280 * (step - first)) / kept;
-    const down = (power) => 30 + 14 * (1 - Math.max(-16, power));
+    const across = (step) => 52 + (272 * (step - first)) / kept;
+    const down = (power) => 32 + 13 * (1 - Math.max(-16, power));
     const ticks = [0, -4, -8, -12, -16].map((power) => `
-      <path d="M52 ${down(power)}H332" stroke="${grey}" stroke-opacity="0.25"/>
+      <path d="M52 ${down(power)}H324" stroke="${grey}" stroke-opacity="0.25"/>
       <text x="46" y="${down(power) + 5}" text-anchor="end">10<tspan dy="-6"
         font-size="11">${power ? `\u2212${-power}` : 0}</tspan></text>`);
     const steps = [0, 50, 100, 150]
       .map((past) => past + 50 * Math.ceil(first / 50))
       .filter((step) => step <= first + kept)
-      .map((step) => `<text x="${across(step)}" y="288"
+      .map((step) => `<text x="${across(step)}" y="274"
         text-anchor="middle">${step}</text>`);
     const points = pair.distances.map((d, i) => [across(first + i), down(Math.log10(d))]);
     const [x, y] = points[points.length - 1];
@@ -73,7 +74,7 @@ var coupledPicture = (function () {
       "The distance between the two chains against the number of steps, on a log axis.",
       `<g fill="#000">${ticks.join("")}${steps.join("")}
         <text x="8" y="16">distance</text>
-        <text x="332" y="16" text-anchor="end">steps \u2192</text></g>
+        <text x="324" y="16" text-anchor="end">steps \u2192</text></g>
       <polyline points="${line(points)}" stroke="${grey}" stroke-width="2"/>
       <circle cx="${x.toFixed(1)}" cy="${y.toFixed(1)}" r="4" fill="${grey}"/>`,
     );
