@@ -91,7 +91,10 @@ def finish(app: Any, exception: Exception | None) -> None:
     out = Path(app.outdir)
     package = Path(importlib.util.find_spec("sphinx-mathjax-offline").origin).parent
     for name in MATHJAX:
-        source, target = package / "static/mathjax" / name, out / "_static/mathjax" / name
+        source, target = (
+            package / "static/mathjax" / name,
+            out / "_static/mathjax" / name,
+        )
         if source.is_dir():
             shutil.copytree(source, target, dirs_exist_ok=True)
         else:
@@ -105,7 +108,7 @@ def finish(app: Any, exception: Exception | None) -> None:
 
 
 def remove_thebe(app: Any) -> None:
-    """Undo what Jupyter Book did; Thebe's script is written twice, which is an error."""
+    """Undo what Jupyter Book did. Thebe's script is on a page twice: an error."""
     for listeners in app.events.listeners.values():
         listeners[:] = [x for x in listeners if x.handler.__module__ != "sphinx_thebe"]
     styles = app.registry.css_files

@@ -40,7 +40,7 @@ var coupledHMC = (function () {
     const { points, momentum: last } = leapfrog(position, momentum, steps);
     const end = points[steps];
     const gained = energy(position, momentum) - energy(end, last);
-    const probability = Math.min(1, Math.exp(gained));
+    const probability = Math.min(1, Math.exp(gained)) || 0; // NaN: it flew away
     const accepted = uniform < probability;
     return { position: accepted ? end : position, points, probability, accepted };
   }
