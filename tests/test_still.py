@@ -45,9 +45,9 @@ def test_steps_are_those_of_blackjax(call):
     step_size = call("coupledHMC.stepSize")
     with jax.enable_x64(True):
         random = np.random.default_rng(0)
-        starts = random.normal(size=(60, 2)) * 2
-        nums = np.arange(60) % 20 + 1
-        keys = jax.random.split(jax.random.key(1), 60)
+        starts = random.normal(size=(200, 2)) * 2
+        nums = np.arange(200) % 20 + 1
+        keys = jax.random.split(jax.random.key(1), 200)
         ended, info, uniforms = steps_of_blackjax(keys, starts, nums, step_size)
     momenta = np.asarray(info.momentum)
     here = call(
@@ -59,7 +59,7 @@ def test_steps_are_those_of_blackjax(call):
     )
     accepted = np.array([step["accepted"] for step in here])
     assert (accepted == np.asarray(info.is_accepted)).all()
-    assert 5 < accepted.sum() < 55  # both decisions are seen
+    assert set(accepted) == {True, False}
     close = {"rtol": 1e-10, "atol": 1e-10}
     moved = [step["position"] for step in here]
     np.testing.assert_allclose(moved, ended, **close)

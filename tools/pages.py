@@ -6,11 +6,11 @@ runs cells on another host, where this book goes nowhere.
 """
 
 import html
-import importlib.util
 import os
 import shutil
 import time
 from collections.abc import Iterator
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +89,11 @@ def finish(app: Any, exception: Exception | None) -> None:
     if exception is not None:
         return
     out = Path(app.outdir)
-    package = Path(importlib.util.find_spec("sphinx-mathjax-offline").origin).parent
+    package = distribution("sphinx-mathjax-offline")
+    mathjax = Path(str(package.locate_file("sphinx-mathjax-offline/static/mathjax")))
     for name in MATHJAX:
         source, target = (
-            package / "static/mathjax" / name,
+            mathjax / name,
             out / "_static/mathjax" / name,
         )
         if source.is_dir():
