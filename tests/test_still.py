@@ -45,7 +45,8 @@ def test_steps_are_those_of_blackjax(call):
     step_size = call("coupledHMC.stepSize")
     with jax.enable_x64(True):
         random = np.random.default_rng(0)
-        starts = random.normal(size=(200, 2)) * 2
+        along, above = random.normal(size=(2, 200))
+        starts = np.stack([1.5 * along, 1.125 * along**2 + above], 1)  # the banana's
         nums = np.arange(200) % 20 + 1
         keys = jax.random.split(jax.random.key(1), 200)
         ended, info, uniforms = steps_of_blackjax(keys, starts, nums, step_size)

@@ -92,10 +92,7 @@ def finish(app: Any, exception: Exception | None) -> None:
     package = distribution("sphinx-mathjax-offline")
     mathjax = Path(str(package.locate_file("sphinx-mathjax-offline/static/mathjax")))
     for name in MATHJAX:
-        source, target = (
-            mathjax / name,
-            out / "_static/mathjax" / name,
-        )
+        source, target = mathjax / name, out / "_static/mathjax" / name
         if source.is_dir():
             shutil.copytree(source, target, dirs_exist_ok=True)
         else:
