@@ -72,8 +72,21 @@ def write_notebook(source: Path, target: Path) -> None:
     jupytext.write(notebook, target)
 
 
+def without_repeats(scripts: list[Any]) -> list[Any]:
+    """Each script once.
+
+    An inline script that an extension adds while the builder starts is kept by Sphinx
+    twice, with no file name and with an empty one.
+    """
+    kept = {
+        (script.filename or "", repr(script.attributes)): script for script in scripts
+    }
+    return list(kept.values())
+
+
 def add_to_page(app: Any, page: str, _: str, context: Any, doctree: Any) -> None:
     """Give a page its description, its footer and its notebook."""
+    context["script_files"][:] = without_repeats(context["script_files"])
     words = html.escape(description(doctree))
     tag = f'<meta name="description" content="{words}" />'
     context["metatags"] = context.get("metatags", "") + tag
@@ -106,7 +119,7 @@ def finish(app: Any, exception: Exception | None) -> None:
 
 
 def remove_thebe(app: Any) -> None:
-    """Undo what Jupyter Book did. Thebe's script is on a page twice: an error."""
+    """Undo what Jupyter Book did: its pages name Thebe's host."""
     for listeners in app.events.listeners.values():
         listeners[:] = [x for x in listeners if x.handler.__module__ != "sphinx_thebe"]
     styles = app.registry.css_files
