@@ -9,6 +9,7 @@ import html
 import os
 import shutil
 import time
+import zlib
 from collections.abc import Iterator
 from importlib.metadata import distribution
 from pathlib import Path
@@ -102,6 +103,7 @@ def finish(app: Any, exception: Exception | None) -> None:
     if exception is not None:
         return
     out = Path(app.outdir)
+    shutil.rmtree(out / "_static/mathjax", ignore_errors=True)
     package = distribution("sphinx-mathjax-offline")
     mathjax = Path(str(package.locate_file("sphinx-mathjax-offline/static/mathjax")))
     for name in MATHJAX:
@@ -130,6 +132,8 @@ def setup(app: Any) -> dict[str, bool]:
     """What Sphinx calls."""
     remove_thebe(app)
     app.config.mathjax_path = "mathjax/tex-chtml.js"
+    checksum = zlib.crc32(Path(__file__).read_bytes() + str(citation()).encode())
+    app.add_config_value("pages_checksum", checksum, "html")  # another: write all pages
     app.connect("html-page-context", add_to_page, priority=100)  # before the theme
     app.connect("build-finished", finish)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
