@@ -1,3 +1,6 @@
+// A first visitor has chosen no theme, of which the theme complains.
+document.documentElement.dataset.mode ||= "auto";
+
 // A box that scrolls sideways gets a class while there is more to its right.
 document.addEventListener("DOMContentLoaded", () => {
   const boxes = new Set(
