@@ -31,7 +31,7 @@ in_chapters := $(if $(filter paper,$(SWINDLES_SCALE)),,XLA_FLAGS="$(quickly) \
 # What a build depends on, as one line. The execution cache and Sphinx see neither a
 # changed module, nor lock, nor scale: when $(code) differs, they start afresh.
 code := src book/experiments.py book/pipeline.py pyproject.toml constraints.txt
-text := book _config.yml _toc.yml tools
+text := book _config.yml _toc.yml tools CITATION.cff
 fingerprint = { echo "$(SWINDLES_SCALE) $(extras)"; find $1 -type f ! -name '*.pyc' \
 	! -path '*/.*' | LC_ALL=C sort | xargs cksum; } | cksum
 

@@ -1,13 +1,17 @@
 """The book's frame: contents, references, environment, and an off-line build."""
 
 import ast
+import html
 import re
 import subprocess
 import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
+from urllib.parse import unquote
 
+import jupytext
+import nbformat
 import offline
 import pytest
 import yaml
@@ -188,8 +192,99 @@ def test_book_asks_no_other_host(built):
 @pytest.mark.slow
 def test_maths_is_in_the_book(built):
     page = (built / "book" / "notation.html").read_text(encoding="utf-8")
-    script = re.search(r'src="([^"]*mathjax/[^"?]*)', page).group(1)
-    assert (built / "book" / script).exists()
+    script = built / "book" / re.search(r'src="([^"]*mathjax/[^"?]*)', page).group(1)
+    assert script.exists()
+    fonts = script.parent / "output/chtml/fonts/woff-v2"
+    assert {font.suffix for font in fonts.iterdir()} == {".woff"}
+    files = [path for path in script.parent.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 3e6  # of 24e6
+    assert "enableMenu" in page  # it would ask for the rest
+
+
+@pytest.fixture(scope="module")
+def pages(built):
+    """The text of every page of the book's contents."""
+    texts = {f"{file}.html": built / f"{file}.html" for file in toc_files()}
+    return {name: path.read_text(encoding="utf-8") for name, path in texts.items()}
+
+
+@pytest.mark.slow
+def test_pages_say_what_they_are(built, pages):
+    pages = pages | {"index.html": (built / "index.html").read_text(encoding="utf-8")}
+    titles = [re.findall(r"<title>([^<]+)</title>", page) for page in pages.values()]
+    assert {len(found) for found in titles} == {1}
+    assert len({title for (title,) in titles}) == len(titles)
+    for name, page in pages.items():
+        (words,) = re.findall(r'<meta name="description" content="([^"]+)"', page)
+        assert 20 < len(html.unescape(words)) <= 160, name
+
+
+@pytest.mark.slow
+def test_pages_have_a_footer(pages):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for name, page in pages.items():
+        foot = page.partition('<footer class="bd-footer-content">')[2]
+        for part in ("version", "license"):
+            assert project[part] in foot, name
+        assert re.search(r"\b20\d\d-\d\d-\d\d\b", foot), name
+        assert "piponi20a.html" in foot, name
+
+
+@pytest.mark.slow
+def test_pages_have_no_script_twice(pages):
+    for name, page in pages.items():
+        scripts = re.findall(r"<script[^>]*>.*?</script>", page, re.S)
+        assert len(scripts) == len(set(scripts)) > 5, name
+        assert "thebe" not in page.lower(), name
+
+
+@pytest.mark.slow
+def test_links_within_the_book_lead_somewhere(built, pages):
+    known = {(built / name).resolve(): page for name, page in pages.items()}
+    ids = {
+        path: set(re.findall(r'\bid="([^"]+)"', page)) for path, page in known.items()
+    }
+    links = 0
+    for path, page in known.items():
+        for link in re.findall(r'\b(?:href|src)="([^"]+)"', page):
+            if re.match(r"\w+:", link):
+                continue
+            file, _, anchor = html.unescape(link).partition("#")
+            target = (path.parent / file.partition("?")[0]).resolve() if file else path
+            assert target.exists(), (path.name, link)
+            if anchor and target in ids:
+                assert unquote(anchor) in ids[target], (path.name, link)
+            links += 1
+    assert links > 1000
+
+
+@pytest.mark.slow
+def test_chapters_can_be_downloaded_as_notebooks(built, pages):
+    offered = 0
+    for name, page in pages.items():
+        source = ROOT / name.replace(".html", ".md")
+        if "jupytext:" not in source.read_text(encoding="utf-8")[:100]:
+            continue
+        (link,) = re.findall(r'<a href="([^"]+\.ipynb)"', page)
+        notebook = nbformat.read(built / Path(name).parent / link, as_version=4)
+        nbformat.validate(notebook)
+        cells = jupytext.read(source).cells
+        assert [c.source for c in notebook.cells] == [c.source for c in cells]
+        assert notebook.metadata["kernelspec"]["name"] == "python3"
+        offered += 1
+    assert offered > 20
+
+
+@pytest.mark.slow
+def test_chains_to_play_with_are_on_their_page(built, pages):
+    page = pages["book/coupling.html"]
+    assert page.count('id="coupled-hmc"') == 1
+    fallback = re.search(r"<noscript><div.*?</noscript>", page, re.S).group(0)
+    stills = re.findall(r'<img src="([^"]+)" alt="[^"]+"', fallback)
+    scripts = re.findall(r'<script src="([^"]+coupled-hmc[^"]*)"', page)
+    assert len(stills) == 2 and len(scripts) == 2
+    for file in stills + scripts:
+        assert (built / "book" / file).exists()
 
 
 @pytest.mark.slow
