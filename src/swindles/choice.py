@@ -373,8 +373,6 @@ class Choice(NamedTuple):
         Floating point operations to the accuracy asked for, by scheme.
     stuck
         Chains that had to begin anew.
-    rhat
-        The largest of the pilot run, at the settings that were chosen.
 
     Examples
     --------
@@ -389,7 +387,6 @@ class Choice(NamedTuple):
     states: Any
     forecast: dict[str, float]
     stuck: int
-    rhat: float = 1.0
 
 
 def make_choice(
@@ -414,7 +411,6 @@ def make_choice(
         some_chains(states, scheme.chains),
         each,
         stuck,
-        float(np.nanmax(pilot.rhat[best.setting], initial=1.0)),
     )
 
 

@@ -1391,27 +1391,26 @@ def chain_map(
     return task._replace(transport=inner), findings
 
 
-# R-hat of a pilot run whose chains hardly move; seconds that a flow is worth a try in.
-SLOW, FLOW_SECONDS = 1.2, 20.0
-# Dimensions of a flow at the most; steps and draws to fit it with, a width of its layers.
+# The worth of weights, below which a map is far from right; seconds for a flow.
+LITTLE_WORTH, FLOW_SECONDS = 0.2, 20.0
+# Dimensions of a flow at the most; steps and draws to fit it, width of its layers.
 LARGEST_FLOW, FLOW_STEPS, FLOW_BATCH, FLOW_WIDTH = 100, 4000, 256, 32
 
 
-def is_worth_bending(
-    choice: Choice, goal: Goal, task: Task, findings: Findings, clock: Clock
-) -> bool:
-    """Whether chains creep, a flow may help them, and there is time to fit one."""
+def is_worth_bending(goal: Goal, task: Task, findings: Findings, clock: Clock) -> bool:
+    """Whether the map is far from right, and there is time to fit a flow."""
     odd = findings.jump or findings.other_mode < np.inf or findings.heavy.any()
     fits = 2 <= task.problem.dim <= LARGEST_FLOW and find_spec("flowjax") is not None
     remaining = (goal.seconds or np.inf) - clock.seconds
-    creeping = choice.rhat > SLOW and remaining > FLOW_SECONDS
-    return creeping and fits and not (task.own or odd)
+    enough = remaining > FLOW_SECONDS and findings.efficiency < LITTLE_WORTH
+    return enough and fits and not (task.own or odd)
 
 
 def bend_map(request: Request, task: Task, clock: Clock) -> Task | None:
     """The task with a flow for its map; None if that is no better."""
+    spent = 0
     with clock.stage("flow", lambda: spent):
-        spent, neutra = 0, import_module("swindles.neutra")
+        neutra = import_module("swindles.neutra")
         remaining = ((request.goal.seconds or np.inf) - clock.seconds) / 2
         design = neutra.Design(width=FLOW_WIDTH, depth=1)
         schedule = neutra.Schedule(FLOW_STEPS, FLOW_BATCH, 1e-2, seconds=remaining)
@@ -1444,20 +1443,20 @@ def flow_job(
 
 def chain_job(
     request: Request, task: Task, findings: Findings, reason: str, clock: Clock
-) -> tuple[Job, Task]:
+) -> tuple[Job | PointJob, Task]:
     """Choose among schemes in a pilot run, and make an empty job."""
-    task, findings = chain_map(request, task, findings, clock)
     key, goal, scheme, num_chains = request
+    if scheme is None and is_worth_bending(goal, task, findings, clock):
+        bent = bend_map(request, task, clock)
+        if bent is not None:
+            return flow_job(request, bent, reason, clock)
+    task, findings = chain_map(request, task, findings, clock)
     names = list(CANDIDATES) if scheme is None else [scheme]
     if findings.jump:
         names = [name for name in names if not SCHEMES[name].stein] or ["plain"]
     keys, latent = jax.random.split(key, 3), task.problem.through(task.transport)
     with clock.stage("pilot"):
         choice = choose_scheme(keys[1], latent, goal.errors, num_chains, names)
-    if scheme is None and is_worth_bending(choice, goal, task, findings, clock):
-        bent = bend_map(request, task, clock)
-        if bent is not None:
-            return flow_job(request, bent, reason, clock)
     job = make_job(keys[2], choice, goal, task.transport, findings, reason)
     return Engine(job, latent).begin(job), task
 
