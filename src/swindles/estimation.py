@@ -81,7 +81,9 @@ from swindles.transport import (
     Transport,
     assess_map,
     mirrored_normal,
+    pareto_k,
     unit_map,
+    weight_efficiency,
 )
 
 
@@ -233,7 +235,6 @@ class PointJob(NamedTuple):
     reason: str = ""  # why the map itself would not do
     whitened: bool = False  # whether its coordinates are standard normal a priori
     second: SecondLook | None = None  # what other points say
-    flow: dict | None = None  # the map, when it is a flow that was fitted on the way
 
     @property
     def scheme(self) -> str:
@@ -274,8 +275,6 @@ class PointJob(NamedTuple):
         line = f"importance, {self.run.gradients} points, {quality}, {worth}: no chain"
         if self.mixture is not None:
             line += f"\na mixture of {len(self.mixture.shares)}, since {self.reason}"
-        elif self.flow is not None:
-            line += f"\nthrough a flow, since {self.reason}"
         if self.second is not None and self.second.apart <= 1:
             line += (
                 "\nother points, with heavy tails, agree to "
@@ -797,11 +796,6 @@ def density_notes(job: Job | PointJob) -> list[str]:
         found.append(f"the log density {how}: no Stein features were used")
     if job.whitened:
         found.append("in coordinates that are standard normal under the prior")
-    if job.flow is not None:
-        found.append(
-            "a flow was fitted: keep it with swindles.neutra.save_map(path, "
-            "report.transport), and give it as transport= the next time"
-        )
     return found
 
 
@@ -825,6 +819,11 @@ def job_notes(job: Job, estimate: Estimate) -> list[str]:
             "some errors are those of the control's mean, and stay as they are"
         )
     k = job.findings.pareto_k
+    if job.flow is not None:
+        found.append(
+            "a flow was fitted: keep it with swindles.neutra.save_map(path, "
+            "report.transport), and give it as transport= the next time"
+        )
     if k > GOOD_K and job.flow is None:
         found.append(
             f"the posterior is far from the map (Pareto k {k:.1f}): a flow may help, "
@@ -1406,8 +1405,10 @@ def is_worth_bending(goal: Goal, task: Task, findings: Findings, clock: Clock) -
     return enough and fits and not (task.own or odd)
 
 
-def bend_map(request: Request, task: Task, clock: Clock) -> Task | None:
-    """The task with a flow for its map; None if that is no better."""
+def bend_map(
+    request: Request, task: Task, findings: Findings, clock: Clock
+) -> tuple[Task, Findings]:
+    """The task with a flow for its map, if that is better, and how good it is."""
     spent = 0
     with clock.stage("flow", lambda: spent):
         neutra = import_module("swindles.neutra")
@@ -1420,36 +1421,29 @@ def bend_map(request: Request, task: Task, clock: Clock) -> Task | None:
             with warnings.catch_warnings(action="ignore"):
                 fit = neutra.fit_flow(key, *inputs, trials=1)
         except ValueError:  # the loss is not finite
-            return None
+            return task, findings
         spent = fit.loss.size * FLOW_BATCH + 2 * fit.log_weights.size
-    if not isinstance(fit.transport, neutra.Flow):
+    k, efficiency = pareto_k(fit.log_weights), weight_efficiency(fit.log_weights)
+    findings = findings._replace(pareto_k=k, efficiency=efficiency)
+    bent = isinstance(fit.transport, neutra.Flow)
+    return task._replace(transport=fit.transport, own=bent), findings
+
+
+def flow_fields(task: Task) -> dict | None:
+    """The task's map as arrays with names, if it is a flow that was fitted for it."""
+    if isinstance(task.transport, Affine):
         return None
-    return task._replace(transport=fit.transport, own=True)
-
-
-def flow_job(
-    request: Request, task: Task, reason: str, clock: Clock
-) -> tuple[Job | PointJob, Task]:
-    """Points of a flow; if these will not do, chains through it."""
-    task, findings, _ = map_task(request, task, clock)
-    job, other = map_points(request, task, findings, clock)
-    found: Any = job and job._replace(reason=reason)
-    if job is None or other:
-        reason = f"{reason}; of a flow, {other}"
-        found, task = chain_job(request, task, findings, reason, clock)
-    fields = import_module("swindles.neutra").map_fields(task.transport)
-    return found._replace(flow=jax.device_get(fields)), task
+    return jax.device_get(import_module("swindles.neutra").map_fields(task.transport))
 
 
 def chain_job(
     request: Request, task: Task, findings: Findings, reason: str, clock: Clock
-) -> tuple[Job | PointJob, Task]:
+) -> tuple[Job, Task]:
     """Choose among schemes in a pilot run, and make an empty job."""
-    key, goal, scheme, num_chains = request
+    (key, goal, scheme, num_chains), flow = request, None
     if scheme is None and is_worth_bending(goal, task, findings, clock):
-        bent = bend_map(request, task, clock)
-        if bent is not None:
-            return flow_job(request, bent, reason, clock)
+        task, findings = bend_map(request, task, findings, clock)
+        flow = flow_fields(task)
     task, findings = chain_map(request, task, findings, clock)
     names = list(CANDIDATES) if scheme is None else [scheme]
     if findings.jump:
@@ -1458,7 +1452,7 @@ def chain_job(
     with clock.stage("pilot"):
         choice = choose_scheme(keys[1], latent, goal.errors, num_chains, names)
     job = make_job(keys[2], choice, goal, task.transport, findings, reason)
-    return Engine(job, latent).begin(job), task
+    return Engine(job, latent).begin(job._replace(flow=flow)), task
 
 
 def begin_blocks(job: Any, clock: Clock) -> tuple[float, bool, Any]:
@@ -1657,7 +1651,7 @@ def read_same_job(path: str | Path, about: dict, transport: Any) -> tuple[Any, A
             f"{path} holds another run, with another {' and '.join(other)}: name "
             "another file, or delete it"
         )
-    if job.flow is not None:
+    if isinstance(job, Job) and job.flow is not None:
         transport = import_module("swindles.neutra").restore_map(job.flow, path)
     if job.transport is None and transport is None:
         raise ValueError(f"{path} was run with a map of your own: give it again")
