@@ -49,6 +49,7 @@ from swindles.estimation import (
     has_bias,
     has_drift,
     is_reached,
+    is_worth_bending,
     job_notes,
     load,
     make_goal,
@@ -868,6 +869,45 @@ def test_a_map_of_ones_own_is_used(tmp_path):
     assert (np.abs(found.estimate.mean - TRUTH[:3]) < 4.5 * found.estimate.mcse).all()
     with pytest.raises(ValueError, match="map of your own"):
         load(file, logdensity, jnp.zeros(3))
+
+
+def crescent(x):
+    """Far from any Gaussian; its truth: means 0, 9, 0."""
+    return -0.5 * (x[0] / 3) ** 2 - 0.5 * (x[1] - x[0] ** 2) ** 2 - 0.5 * x[2] ** 2
+
+
+@pytest.mark.slow
+def test_a_flow_is_fitted_where_the_map_is_far_from_right(tmp_path, monkeypatch):
+    """Chains run through it, and it is in the run's file."""
+    monkeypatch.setattr(estimation, "LARGEST_MIXTURE", 0)
+    monkeypatch.setattr(estimation, "LITTLE_WORTH", 1.0)
+    monkeypatch.setattr(estimation, "FLOW_STEPS", 200)
+    monkeypatch.setattr(estimation, "FLOW_WIDTH", 8)
+    file = tmp_path / "run.npz"
+    found = swindles.estimate(
+        crescent, jnp.zeros(3), key=1, relative=0.1, chains=32, file=file
+    )
+    assert "flow" in found.job.stages and "a flow was fitted: keep it" in str(found)
+    error = np.abs(found.estimate.mean - [0, 9, 0]) / found.estimate.mcse
+    assert found.job.scheme in SCHEMES and (error < 4.5).all()
+    again = load(file, crescent, jnp.zeros(3))
+    z = jnp.ones(3)
+    assert np.allclose(again.transport(z), found.transport(z), rtol=1e-6)
+    more = again.resume(relative=0.08)
+    assert more.job.gradients >= found.job.gradients and more.job.flow is not None
+
+
+def test_when_a_flow_is_fitted():
+    def wanted(seconds=60.0, own=False, **change):
+        goal, task = ENDLESS._replace(seconds=seconds), Task(PROBLEM, TO_X, None, ABOUT)
+        poor = FINDINGS._replace(**{"efficiency": 0.1} | change)
+        return is_worth_bending(goal, task._replace(own=own), poor, Clock())
+
+    assert wanted() and wanted(seconds=None)
+    assert not wanted(own=True) and not wanted(efficiency=0.5)
+    assert not wanted(seconds=10.0)
+    assert not wanted(jump=np.inf) and not wanted(other_mode=9.0)
+    assert not wanted(heavy=np.ones(6, bool))
 
 
 @pytest.mark.parametrize("dtype", [None, "float64", "float32"])
