@@ -114,6 +114,8 @@ def test_features_are_steins_operator_of_monomials():
         width = feature_orders(dim, order).size
         part = stein_features(z, score, order)
         np.testing.assert_array_equal(part, found[:width])
+        outside = stein_features(np.asarray(z), np.asarray(score), order)
+        np.testing.assert_allclose(outside, part, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("sampler", [hmc(0.4, 4), mala(0.5)])

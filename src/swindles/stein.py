@@ -30,10 +30,16 @@ def stein_features(
     [-1.0, -2.0, 0.0, -3.0, -4.0]
     """
     blocks = [z[..., :0], score, 1 + z * score][: ORDERS.index(order) + 1]
-    if order == "full":
+    outside = isinstance(z, np.ndarray)  # of JAX: no program
+    if order == "full" and outside:  # by slices, in a fourth of the time
+        for i in range(z.shape[-1] - 1):
+            one, rest = slice(i, i + 1), slice(i + 1, None)
+            mixed = z[..., one] * score[..., rest] + z[..., rest] * score[..., one]
+            blocks.append(mixed)
+    elif order == "full":
         i, j = np.triu_indices(z.shape[-1], 1)
         blocks.append(z[..., i] * score[..., j] + z[..., j] * score[..., i])
-    join: Any = np if isinstance(z, np.ndarray) else jnp  # outside of JAX, no program
+    join: Any = np if outside else jnp
     return join.concatenate(blocks, -1)
 
 
