@@ -1,10 +1,10 @@
 """Hamiltonian Monte Carlo swindles: posterior expectations with smaller errors.
 
 ``swindles.estimate(...)`` is the front door. Behind it is one module for each chapter
-of the book: ``accuracy``, ``transport``, ``neutra``, ``models``, ``targets``,
-``coupling``, ``antithetic``, ``control``, ``cva``, ``stein``, ``importance``,
-``mixture``, ``schemes``, ``tuning``, ``choice`` and ``estimation``, in the order in
-which they build on each other. They are imported when they are first used.
+of the book: ``scale``, ``accuracy``, ``transport``, ``neutra``, ``models``,
+``targets``, ``coupling``, ``antithetic``, ``control``, ``cva``, ``stein``,
+``importance``, ``mixture``, ``schemes``, ``tuning``, ``choice`` and ``estimation``, in
+the order in which they build on each other. They are imported when they are first used.
 """
 
 from importlib import import_module
@@ -14,6 +14,7 @@ from typing import Any
 # Where each public name lives.
 NAMES = {
     "Model": "models",
+    "use_cores": "scale",
     "from_numpyro": "models",
     "from_pymc": "models",
     "hmc_antithetic": "schemes",
@@ -24,9 +25,9 @@ NAMES = {
     "load": "estimation",
 }
 MODULES = (
-    *("accuracy", "transport", "neutra", "models", "targets", "coupling", "antithetic"),
-    *("control", "cva", "stein", "importance", "mixture", "schemes", "tuning"),
-    *("choice", "estimation"),
+    *("scale", "accuracy", "transport", "neutra", "models", "targets", "coupling"),
+    *("antithetic", "control", "cva", "stein", "importance", "mixture", "schemes"),
+    *("tuning", "choice", "estimation"),
 )
 __all__ = [*NAMES, *MODULES]
 __version__ = version("swindles")

@@ -12,10 +12,13 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Num
 from scipy.special import stdtrit
 
+from swindles.scale import joined
+
 # From this many chains on, the spread between chains measures the error.
 MANY_CHAINS = 16
 
 
+@joined(total=-2, square=-2)
 class Moments(NamedTuple):
     """Running sums of a series ``f`` over steps, one row per chain.
 

@@ -27,6 +27,7 @@ from swindles.antithetic import (
     pair_values,
 )
 from swindles.coupling import LogDensity, Sampler, Total, couple
+from swindles.scale import joined
 from swindles.transport import standard_normal
 
 
@@ -322,6 +323,7 @@ def reference_mean(
     return draw_expectation(key, problem.statistic, origin, num_draws)
 
 
+@joined(first=-2, second=-2)
 class PairProducts(NamedTuple):
     """Sums, along each chain, of the statistic and of products of its values.
 
@@ -507,6 +509,7 @@ def fit_pair(
     return Fitted(beta(), steps * variance, found, size[0] + control)
 
 
+@joined(total=-2, gram="sum", cross="sum", square="mean")
 class FeatureProducts(NamedTuple):
     """Sums for a regression of every statistic on all features.
 

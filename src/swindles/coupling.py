@@ -22,6 +22,16 @@ from jax.typing import ArrayLike
 from jaxtyping import Key, Num
 from tqdm import tqdm
 
+from swindles.scale import (
+    by_device,
+    chain_mesh,
+    fetch,
+    joined,
+    own_part,
+    place,
+    sum_rules,
+)
+
 LogDensity = Callable[[Any], Array]
 # A sampler with its settings made: give it a log density to run on.
 Sampler = Callable[[LogDensity], SamplingAlgorithm]
@@ -217,9 +227,10 @@ def start(algorithm: SamplingAlgorithm, positions: Any, key: Any = None) -> Any:
     return states
 
 
-def step_keys(key: Array, step: ArrayLike, num_chains: int) -> Array:
-    """The keys of all chains at one step of a run."""
-    return jax.random.split(jax.random.fold_in(key, step), num_chains)
+def step_keys(key: Array, step: ArrayLike, num_chains: int, devices: int = 1) -> Array:
+    """The keys of all chains at one step of a run; on a device, those of its own."""
+    keys = jax.random.split(jax.random.fold_in(key, step), devices * num_chains)
+    return own_part(keys, num_chains, devices)
 
 
 def take_steps(
@@ -231,13 +242,14 @@ def take_steps(
     step: Callable,
     update: Callable,
     store: bool = False,
+    devices: int = 1,
 ) -> tuple[Any, Any]:
-    """Take the steps from ``first`` up to ``last`` with all chains."""
+    """Take the steps from ``first`` up to ``last`` with all chains of a device."""
     num_chains = len(jax.tree.leaves(states)[0])
 
     def body(i: Array, carried: tuple[Any, Any]) -> tuple[Any, Any]:
         states, carry = carried
-        states, infos = jax.vmap(step)(step_keys(key, i, num_chains), states)
+        states, infos = jax.vmap(step)(step_keys(key, i, num_chains, devices), states)
         if not store:
             return states, update(carry, states, infos)
         row = update(states, infos)
@@ -247,16 +259,26 @@ def take_steps(
 
 
 def block_program(
-    algorithm: SamplingAlgorithm, update: Callable, store: bool = False
+    algorithm: SamplingAlgorithm,
+    update: Callable,
+    store: bool = False,
+    mesh: Any = None,
 ) -> Callable:
     """``take_steps`` for an algorithm and an update, compiled once."""
 
     # No ``partial``: JAX remembers its signature, and with it the step, for ever.
     def program(key: Array, states: Any, carry: Any, first: int, last: int) -> Any:
-        fixed = algorithm.step, update, store
-        return take_steps(key, states, carry, first, last, *fixed)
+        def steps(states: Any, carry: Any, devices: int) -> Any:
+            fixed = algorithm.step, update, store, devices
+            return take_steps(key, states, carry, first, last, *fixed)
 
-    name = update, store
+        if mesh is None:
+            return steps(states, carry, 1)
+        rows = [1 - leaf.ndim for leaf in jax.tree.leaves(carry)]
+        rules = rows if store else sum_rules(carry)
+        return by_device(mesh, steps, states, carry, rules)
+
+    name = update, store, mesh
     return compiled(algorithm.step, name, lambda: jax.jit(program, donate_argnums=2))
 
 
@@ -364,10 +386,12 @@ def add_block(
     5
     """
     zero, update = fold
-    program = block_program(algorithm, update)
+    mesh = chain_mesh(len(jax.tree.leaves(run.states)[0]))
+    program = block_program(algorithm, update, mesh=mesh)
     first, last = run.steps, run.steps + num_steps
-    states, sums = program(key, run.states, jax.tree.map(jnp.array, zero), first, last)
-    return Run(states, append_row(run.rows, sums), last)
+    sums = place(mesh, jax.tree.map(jnp.array, zero), sum_rules(zero))
+    states, sums = program(key, place(mesh, run.states), sums, first, last)
+    return Run(states, append_row(run.rows, fetch(sums)), last)
 
 
 def keep_nothing(sums: Any, states: Any, infos: Any) -> Any:
@@ -423,6 +447,29 @@ def positions(states: Any, infos: Any = None) -> Any:
     return type(states)(*(state.position for state in states))
 
 
+def observed_row(
+    key: Array, algorithm: SamplingAlgorithm, observe: Callable, states: Any
+) -> tuple[Any, Any]:
+    """What is stored of a step, and the devices that can store it for their chains."""
+    num_chains = len(jax.tree.leaves(states)[0])
+
+    def row(states: Any) -> Any:
+        keys = step_keys(key, 0, len(jax.tree.leaves(states)[0]))
+        return observe(*jax.vmap(algorithm.step)(keys, states))
+
+    mesh, whole = chain_mesh(num_chains), jax.eval_shape(row, states)
+    if mesh is None:
+        return whole, None
+    share = num_chains // mesh.size
+    part = jax.eval_shape(row, jax.tree.map(lambda x: x[:share], states))
+    pairs = zip(jax.tree.leaves(whole), jax.tree.leaves(part), strict=True)
+    apart = all(
+        (one.shape[:1], other.shape[:1]) == ((num_chains,), (share,))
+        for one, other in pairs
+    )
+    return whole, mesh if apart else None  # else left to the compiler
+
+
 def record(
     key: Key[Array, ""],
     algorithm: SamplingAlgorithm,
@@ -445,15 +492,16 @@ def record(
     (10, 4, 2)
     """
     require_positive(num_steps=num_steps)
-    keys = step_keys(key, 0, len(jax.tree.leaves(states)[0]))
-    row = jax.eval_shape(lambda s: observe(*jax.vmap(algorithm.step)(keys, s)), states)
+    row, mesh = observed_row(key, algorithm, observe, states)
     rows = jax.tree.map(lambda x: jnp.zeros((num_steps, *x.shape), x.dtype), row)
-    program = block_program(algorithm, observe, store=True)
+    program = block_program(algorithm, observe, True, mesh)
+    states, rows = place(mesh, states), place(mesh, rows, 1)
     for first, last in block_edges(num_steps, 20, progress):
         states, rows = program(key, states, rows, first, last)
-    return states, jax.device_get(rows)
+    return states, jax.device_get(fetch(rows))
 
 
+@joined(acceptance=-1, accepted=-1, decoupled=-1, divergent=-1)
 class Rates(NamedTuple):
     """How often coupled chains accept, and how often they disagree.
 

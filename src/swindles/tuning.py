@@ -46,6 +46,7 @@ from swindles.coupling import (
     take_steps,
 )
 from swindles.models import Problem, need
+from swindles.scale import by_device, chain_mesh, fetch, place, sum_rules
 from swindles.schemes import SCHEMES, find_scheme, make_features, start_mirrored
 from swindles.stein import Order
 
@@ -117,18 +118,24 @@ class Grid(NamedTuple):
     num_integration_steps: Array | np.ndarray
 
 
-def grid_program(build: Callable, update: Callable) -> Callable:
+def grid_program(build: Callable, update: Callable, mesh: Any = None) -> Callable:
     """Take steps of every setting of a grid, one after the other; compiled once."""
 
-    def one(key: Array, row: tuple) -> tuple[Any, Any]:
+    def one(key: Array, devices: int, row: tuple) -> tuple[Any, Any]:
         setting, states, sums, first, last = row
-        step = build(*setting).step
-        return take_steps(key, states, sums, first, last, step, update)
+        fixed = build(*setting).step, update, False, devices
+        return take_steps(key, states, sums, first, last, *fixed)
 
-    def all_settings(key: Array, *rows: Any) -> tuple[Any, Any]:
-        return jax.lax.map(partial(one, key), rows)
+    def all_settings(
+        key: Array, grid: Grid, states: Any, sums: Any, *ends: Any
+    ) -> tuple[Any, Any]:
+        def settings(states: Any, sums: Any, devices: int) -> tuple[Any, Any]:
+            rows = grid, states, sums, *ends
+            return jax.lax.map(partial(one, key, devices), rows)
 
-    return compiled(build, update, lambda: jax.jit(all_settings))
+        return by_device(mesh, settings, states, sums, sum_rules(sums), axis=1)
+
+    return compiled(build, (update, mesh), lambda: jax.jit(all_settings))
 
 
 def repeat(tree: Any, times: int) -> Any:
@@ -159,13 +166,16 @@ def run_grid(
     size = len(grid.step_size)
     counts = np.broadcast_to(num_steps, size)
     edges = np.arange(num_blocks + 1)[:, None] * counts // num_blocks
-    zeros, program = repeat(zero, size), grid_program(build, update)
+    mesh = chain_mesh(jax.tree.leaves(states)[0].shape[1])
+    program = grid_program(build, update, mesh)
+    states = place(mesh, states, 1)
+    zeros = place(mesh, repeat(zero, size), sum_rules(zero))
     rows = begin_run(states, zeros).rows
     hidden = {} if progress else {"disable": True}
     for row in tqdm(range(num_blocks), "pilot runs", delay=2, leave=False, **hidden):
         states, sums = program(key, grid, states, zeros, *edges[row : row + 2])
-        rows = append_row(rows, sums)
-    return states, rows
+        rows = append_row(rows, fetch(sums))
+    return fetch(states), rows
 
 
 class PilotSums(NamedTuple):
