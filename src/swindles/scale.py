@@ -166,6 +166,21 @@ def by_device(
     )(states, sums)
 
 
+def row_mesh(number: int, batch: int) -> Mesh | None:
+    """The devices that so many rows are spread over, by batches; None for the usual."""
+    devices = CHOSEN.get() or jax.device_count()
+    return make_mesh(devices) if devices > 1 and number > batch else None
+
+
+def spread_rows(mesh: Mesh | None, function: Callable) -> Callable:
+    """A function of something and of rows, each device with rows of its own."""
+    if mesh is None:
+        return function
+    rows = PartitionSpec(CHAINS)
+    places = {"in_specs": (PartitionSpec(), rows), "out_specs": rows}
+    return jax.shard_map(function, mesh=mesh, check_vma=False, **places)
+
+
 def own_part(array: Array, number: int, devices: int) -> Array:
     """Of an array with an entry for every chain, those of this device's chains."""
     if devices == 1:

@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Key
 
 from swindles.coupling import compiled
+from swindles.scale import fetch, place, row_mesh, spread_rows
 
 Density = Callable[[Array], Array]
 
@@ -172,7 +173,9 @@ def no_statistic(x: Float[Array, " dim"]) -> Float[Array, " none"]:
     return x[:0]
 
 
-def points_program(logdensity: Density, statistic: Callable) -> Callable:
+def points_program(
+    logdensity: Density, statistic: Callable, mesh: Any = None
+) -> Callable:
     """From an affine map and points z to log densities, scores and statistics."""
 
     def at_one(transport: Affine, z: Array) -> tuple[Array, Array, Array]:
@@ -183,7 +186,7 @@ def points_program(logdensity: Density, statistic: Callable) -> Callable:
         (value, x), score = jax.value_and_grad(latent, has_aux=True)(z)
         return value, score, statistic(x)
 
-    return jax.jit(jax.vmap(at_one, (None, 0)))
+    return jax.jit(spread_rows(mesh, jax.vmap(at_one, (None, 0))))
 
 
 # Points that the program takes at a time.
@@ -225,20 +228,26 @@ class Evaluator:
         self.dim, self.dtype = dim, jax.dtypes.canonicalize_dtype(dtype or float)
         self.eps = float(np.finfo(self.dtype).eps)
         self.gradients = 0
-        self.program = compiled(
-            logdensity,
-            ("points", statistic),
-            lambda: points_program(logdensity, statistic),
+        self.logdensity, self.statistic = logdensity, statistic
+
+    def program(self, mesh: Any) -> Callable:
+        """``points_program``, compiled once."""
+        return compiled(
+            self.logdensity,
+            ("points", self.statistic, mesh),
+            lambda: points_program(self.logdensity, self.statistic, mesh),
         )
 
     def __call__(self, transport: Affine, z: Float[np.ndarray, "points dim"]) -> Points:
         """Look at some points."""
-        number = len(z)
-        padded = np.zeros((-(-number // BATCH) * BATCH, self.dim), self.dtype)
+        number, mesh = len(z), row_mesh(len(z), BATCH)
+        batch = BATCH * (mesh.size if mesh else 1)
+        padded = np.zeros((-(-number // batch) * batch, self.dim), self.dtype)
         padded[:number] = z
         inner = Affine(*(np.asarray(part, self.dtype) for part in transport))
-        batches = range(0, len(padded), BATCH)
-        parts = [self.program(inner, padded[i : i + BATCH]) for i in batches]
+        program, batches = self.program(mesh), range(0, len(padded), batch)
+        parts = [program(inner, place(mesh, padded[i : i + batch])) for i in batches]
+        parts = fetch(parts)
         self.gradients += number
         value, score, statistics = (
             np.concatenate([np.asarray(part[i], np.float64) for part in parts])[:number]
