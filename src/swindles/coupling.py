@@ -26,6 +26,7 @@ from swindles.scale import (
     by_device,
     chain_mesh,
     fetch,
+    is_first,
     joined,
     own_part,
     place,
@@ -285,7 +286,7 @@ def block_program(
 def block_edges(num_steps: int, num_blocks: int, progress: bool) -> Iterator[tuple]:
     """First and last step of every block, moving a progress bar along."""
     edges = np.linspace(0, num_steps, min(num_blocks, num_steps) + 1).astype(int)
-    hidden = {} if progress else {"disable": True}
+    hidden = {} if progress and is_first() else {"disable": True}
     with tqdm(total=num_steps, delay=2, leave=False, **hidden) as bar:
         for first, last in pairwise(edges.tolist()):
             yield first, last

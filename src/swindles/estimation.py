@@ -7,7 +7,6 @@ import html
 import json
 import os
 import threading
-import time
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -72,6 +71,7 @@ from swindles.importance import (
 )
 from swindles.mixture import LARGEST_MIXTURE, Mixture, find_mixture, missed_mode
 from swindles.models import Model, Problem, as_floats, make_problem, need
+from swindles.scale import even_chains, fetch, is_first, shared_time
 from swindles.schemes import SCHEMES, Plan, plan_series
 from swindles.stein import affordable_order
 from swindles.transport import (
@@ -144,14 +144,15 @@ class Clock:
 
     def __init__(self) -> None:
         """Start it."""
-        self.begin = time.perf_counter()
+        self.begin = shared_time()
         self.stages: dict[str, Stage] = {}
-        self.bar = tqdm(total=100, delay=2, leave=False)
+        hidden = {} if is_first() else {"disable": True}
+        self.bar = tqdm(total=100, delay=2, leave=False, **hidden)
 
     @property
     def seconds(self) -> float:
         """Since the start."""
-        return time.perf_counter() - self.begin
+        return shared_time() - self.begin
 
     def all_stages(self) -> dict[str, Stage]:
         """The stages, and what is left of the time: they add up."""
@@ -170,12 +171,12 @@ class Clock:
     def stage(self, name: str, count: Callable[[], float] = lambda: 0) -> Iterator:
         """Add what is done inside to a stage; ``count`` tells the gradients so far."""
         self.bar.set_description(name, refresh=False)
-        begin, before = time.perf_counter(), count()
+        begin, before = shared_time(), count()
         try:
             yield
         finally:
             old = self.stages.get(name, Stage(0.0, 0.0))
-            seconds = old.seconds + time.perf_counter() - begin
+            seconds = old.seconds + shared_time() - begin
             self.stages[name] = Stage(seconds, old.gradients + count() - before)
 
 
@@ -499,7 +500,7 @@ class Engine:
         """The job with one more block; rows are merged, when there are too many."""
         key = jax.random.wrap_key_data(jnp.asarray(job.key))
         run = add_block(key, job.run, self.algorithm, self.fold, job.length)
-        run = run._replace(states=jax.device_get(run.states))
+        run = run._replace(states=jax.device_get(fetch(run.states)))
         position = run.states.plus.position
         work = job.length * len(position) * job.gradients_per_step
         self.gradients += work
@@ -1219,7 +1220,7 @@ class Task(NamedTuple):
 
     def save(self, job: Job | PointJob) -> None:
         """Write the job to the file, if there is one."""
-        if self.file:
+        if self.file and is_first():
             write_job(self.file, job, self.about)
 
 
@@ -1580,8 +1581,22 @@ def show_progress(bar: Any, estimate: Estimate, goal: Goal) -> None:
     bar.set_postfix_str(f"error {worst:.2g} x asked")
 
 
-def check_options(scheme: str | None, num_chains: int, dim: int) -> None:
-    """Raise ValueError for a scheme that there is not, or chains that do not fit."""
+# Chains that are run where nobody says how many.
+MANY = 128
+
+
+def usual_chains(path: str | Path | None) -> int:
+    """How many chains to run: as many as a saved run has, if there is one."""
+    if path and Path(path).exists():
+        return read_job(path)[1].get("chains", MANY)
+    return even_chains(MANY)
+
+
+def check_options(
+    scheme: str | None, chains: int | None, dim: int, file: str | Path | None
+) -> int:
+    """How many chains to run; or a ValueError, also for a scheme that there is not."""
+    num_chains = usual_chains(file) if chains is None else chains
     names = ("importance", *CANDIDATES)
     if scheme is not None and scheme not in names:
         raise ValueError(f"scheme is {scheme!r}: say one of {', '.join(names)}")
@@ -1595,6 +1610,7 @@ def check_options(scheme: str | None, num_chains: int, dim: int) -> None:
             f"{num_chains} chains in {dim} dimensions do not fit into memory: use "
             f"{int(2e6 / dim)} chains, or fewer dimensions if that is less than 16"
         )
+    return num_chains
 
 
 def as_model(model: Any, position: Any) -> Model:
@@ -1719,7 +1735,7 @@ def estimate(
     gradients: float | None = None,
     scheme: str | None = None,
     transport: Transport | None = None,
-    chains: int = 128,
+    chains: int | None = None,
     dtype: str | None = None,
     file: str | Path | None = None,
 ) -> Report:
@@ -1758,7 +1774,8 @@ def estimate(
     transport
         A map of your own, a flow for instance.
     chains
-        How many chains (or pairs of chains) to run.
+        How many chains (or pairs of chains) to run. By default 128, or as many more as
+        the devices need to share them evenly.
     dtype
         "float64" or "float32" to compute in. By default double precision on a CPU, and
         what JAX is set to elsewhere.
@@ -1778,7 +1795,7 @@ def estimate(
         with clock.stage("compiling"):
             problem = make_problem(given, statistics)
         goal = make_goal(problem, mcse, relative, seconds, gradients)
-        check_options(scheme, chains, problem.dim)
+        chains = check_options(scheme, chains, problem.dim, file)
         options = {"chains": chains, "scheme": scheme, "key": key_seed(key)}
         parts = transport, file, describe_problem(problem) | options
         task = Task(problem, *parts, other_problem(given, statistics))

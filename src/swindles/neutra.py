@@ -4,7 +4,6 @@ Mirrored from book/neutra.md: edit there, then run `make mirror`.
 """
 
 import json
-import time
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from jaxtyping import Float, Key
 from tqdm import tqdm
 
 from swindles.models import need
+from swindles.scale import is_first, shared_time
 from swindles.transport import (
     Affine,
     Density,
@@ -293,14 +293,15 @@ def minimize_loss(
     """
     check_schedule(schedule)
     num_steps, batch, rate, tolerance, seconds = schedule
-    size, begin, last = num_steps // 10, time.perf_counter(), 0.0
+    size, begin, last = num_steps // 10, shared_time(), 0.0
     train = jax.jit(make_trainer(weigh, dim, batch))
     training = Training(params, adam(dim).init(params), params)
     losses: list[np.ndarray] = []
     decay = None
-    with tqdm(total=10 * size, delay=2, leave=False) as bar:
+    hidden = {} if is_first() else {"disable": True}
+    with tqdm(total=10 * size, delay=2, leave=False, **hidden) as bar:
         while decay is None or len(losses) * size < decay + 4 * size:
-            first, now = len(losses) * size, time.perf_counter() - begin
+            first, now = len(losses) * size, shared_time() - begin
             late = now + 5 * (now - last) > seconds
             settled = late or len(losses) == 6 or has_settled(losses, tolerance)
             decay, last = first if decay is None and settled else decay, now

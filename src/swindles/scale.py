@@ -4,6 +4,7 @@ Mirrored from book/scale.md: edit there, then run `make mirror`.
 """
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from jax import Array
+from jax.experimental.multihost_utils import broadcast_one_to_all
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 # The one axis along which anything is spread.
@@ -255,3 +257,51 @@ def use_cores(number: int | None = None) -> int:
             f"imports; or set JAX_NUM_CPU_DEVICES={number} in the environment"
         ) from reason
     return number
+
+
+def use_hosts(
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process: int | None = None,
+    timeout: int = 30,
+) -> None:
+    """Be one of several processes that run the same script, and share their devices.
+
+    Call it in each, before JAX computes anything. Under Slurm, Open MPI and in the
+    cloud JAX finds out who is who; else say it.
+
+    Parameters
+    ----------
+    coordinator
+        Address and port of the first process: "10.0.0.1:1234".
+    processes, process
+        How many there are, and which one this is, from 0 on.
+    timeout
+        Seconds until a process that says nothing is given up, and all end.
+
+    Examples
+    --------
+    >>> import swindles
+    >>> swindles.use_hosts("localhost:1234", 2, 0)  # doctest: +SKIP
+    """
+    jax.distributed.initialize(
+        coordinator, processes, process, heartbeat_timeout_seconds=timeout
+    )
+
+
+def is_first() -> bool:
+    """Whether this is the process that prints, shows progress and writes files."""
+    return jax.process_index() == 0
+
+
+def agree(number: float) -> float:
+    """The number that the first process has, for all of them."""
+    if jax.process_count() == 1:
+        return number
+    with jax.enable_x64(True):
+        return float(broadcast_one_to_all(np.float64(number)))
+
+
+def shared_time() -> float:
+    """Seconds on the clock of the first process: all decide by the same one."""
+    return agree(time.perf_counter())

@@ -46,7 +46,14 @@ from swindles.coupling import (
     take_steps,
 )
 from swindles.models import Problem, need
-from swindles.scale import by_device, chain_mesh, fetch, place, sum_rules
+from swindles.scale import (
+    by_device,
+    chain_mesh,
+    fetch,
+    is_first,
+    place,
+    sum_rules,
+)
 from swindles.schemes import SCHEMES, find_scheme, make_features, start_mirrored
 from swindles.stein import Order
 
@@ -171,7 +178,7 @@ def run_grid(
     states = place(mesh, states, 1)
     zeros = place(mesh, repeat(zero, size), sum_rules(zero))
     rows = begin_run(states, zeros).rows
-    hidden = {} if progress else {"disable": True}
+    hidden = {} if progress and is_first() else {"disable": True}
     for row in tqdm(range(num_blocks), "pilot runs", delay=2, leave=False, **hidden):
         states, sums = program(key, grid, states, zeros, *edges[row : row + 2])
         rows = append_row(rows, fetch(sums))
