@@ -4,7 +4,10 @@ Mirrored from book/scale.md: edit there, then run `make mirror`.
 """
 
 import os
+import sys
 import time
+import traceback
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -259,6 +262,25 @@ def use_cores(number: int | None = None) -> int:
     return number
 
 
+def end_with_words(kind: Any, error: Any, trace: Any) -> None:
+    """What one of several processes does with an error that nobody catches.
+
+    It does not wait for the others: when it is gone, they end, too.
+    """
+    who = f"process {jax.process_index()} of {jax.process_count()}"
+    traceback.print_exception(kind, error, trace)
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        print(
+            f"swindles: {who} has lost another one, or its network, and ends. Start "
+            "all again, with the same file and as many as you like: the run goes on.",
+            file=sys.stderr,
+        )
+    else:
+        print(f"swindles: {who} ends, and the others with it.", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(1)
+
+
 def use_hosts(
     coordinator: str | None = None,
     processes: int | None = None,
@@ -287,6 +309,7 @@ def use_hosts(
     jax.distributed.initialize(
         coordinator, processes, process, heartbeat_timeout_seconds=timeout
     )
+    sys.excepthook = end_with_words
 
 
 def is_first() -> bool:
@@ -300,6 +323,16 @@ def agree(number: float) -> float:
         return number
     with jax.enable_x64(True):
         return float(broadcast_one_to_all(np.float64(number)))
+
+
+def require_same(what: str, value: Any) -> None:
+    """Raise ValueError in a process where something is not as in the first one."""
+    code = float(zlib.crc32(repr(value).encode()))
+    if agree(code) != code:
+        raise ValueError(
+            f"{what} is not the same in process {jax.process_index()} as in the first: "
+            "start all processes with the same script and the same arguments"
+        )
 
 
 def shared_time() -> float:
