@@ -15,6 +15,7 @@ from typing import Any
 NAMES = {
     "Model": "models",
     "use_cores": "scale",
+    "use_hosts": "scale",
     "from_numpyro": "models",
     "from_pymc": "models",
     "hmc_antithetic": "schemes",

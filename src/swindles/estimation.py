@@ -1587,7 +1587,7 @@ MANY = 128
 
 def usual_chains(path: str | Path | None) -> int:
     """How many chains to run: as many as a saved run has, if there is one."""
-    if is_saved(path):
+    if path and is_saved(path):
         return read_job(path)[1].get("chains", MANY)
     return even_chains(MANY)
 
@@ -1682,16 +1682,13 @@ def calm_numbers(dim: int) -> Iterator[None]:
         yield
 
 
-
-
-
 # What all processes must agree on, to the letter.
 ASKED = ("names", "dtype", "chains", "scheme", "key")
 
 
-def is_saved(path: str | Path | None) -> bool:
+def is_saved(path: str | Path) -> bool:
     """Whether there is a file that all processes see; they must be of one mind."""
-    there = bool(path) and Path(path or "").exists()
+    there = Path(path).exists()
     require_same(f"what is seen of {path}, which must be on a common disk", there)
     return there
 
@@ -1699,7 +1696,7 @@ def is_saved(path: str | Path | None) -> bool:
 def take_up_or_set_up(request: Request, task: Task, clock: Clock) -> tuple[Any, Task]:
     """The job in the task's file, or a new one; and the task with its map."""
     require_same("what is asked for", {x: task.about[x] for x in ASKED})
-    if not is_saved(task.file):
+    if not (task.file and is_saved(task.file)):
         return set_up(request, task, clock)
     job, to_x = read_same_job(task.file, task.about, task.transport)
     task = task.in_other_coordinates() if job.whitened and task.whiten else task

@@ -100,6 +100,7 @@ def even_chains(wanted: int) -> int:
 
 Kind = TypeVar("Kind", bound=type)
 JOINED: dict[type, dict[str, int | str]] = {}
+Rules = list[int | str]  # one for each leaf
 
 
 def joined(**rules: int | str) -> Callable[[Kind], Kind]:
@@ -116,13 +117,13 @@ def joined(**rules: int | str) -> Callable[[Kind], Kind]:
     return remember
 
 
-def sum_rules(sums: Any) -> list[int | str] | None:
+def sum_rules(sums: Any) -> Rules | None:
     """The rule of every leaf of some sums; None where one is of a kind not known."""
 
     def is_known(node: Any) -> bool:
         return type(node) in JOINED
 
-    rules: list[int | str] = []
+    rules: Rules = []
     for node in jax.tree.leaves(sums, is_leaf=is_known):
         if not is_known(node):
             return None
@@ -144,7 +145,7 @@ def by_device(
     function: Callable[[Any, Any, int], tuple[Any, Any]],
     states: Any,
     sums: Any,
-    rules: list[int | str] | None,
+    rules: Rules | None,
     axis: int = 0,
 ) -> tuple[Any, Any]:
     """Let each device take the steps of its own chains, with sums of its own.
@@ -182,8 +183,10 @@ def spread_rows(mesh: Mesh | None, function: Callable) -> Callable:
     if mesh is None:
         return function
     rows = PartitionSpec(CHAINS)
-    places = {"in_specs": (PartitionSpec(), rows), "out_specs": rows}
-    return jax.shard_map(function, mesh=mesh, check_vma=False, **places)
+    places = PartitionSpec(), rows
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=places, out_specs=rows, check_vma=False
+    )
 
 
 def own_part(array: Array, number: int, devices: int) -> Array:
@@ -194,13 +197,13 @@ def own_part(array: Array, number: int, devices: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(array, first, number)
 
 
-def place(mesh: Mesh | None, tree: Any, axes: int | list[int | str] | None = 0) -> Any:
+def place(mesh: Mesh | None, tree: Any, axes: int | Rules | None = 0) -> Any:
     """A pytree with its chains on their devices; ``axes`` are as in ``joined``."""
     if mesh is None:
         return tree
     leaves, structure = jax.tree.flatten(tree)
-    axes = "same" if axes is None else axes
-    rules = axes if isinstance(axes, list) else [axes] * len(leaves)
+    same: Rules = ["same" if axes is None or isinstance(axes, list) else axes]
+    rules = axes if isinstance(axes, list) else same * len(leaves)
 
     def put(leaf: Any, rule: int | str) -> Array:
         there = NamedSharding(mesh, chain_axis(np.ndim(leaf), rule))
@@ -238,7 +241,8 @@ def fetch(tree: Any) -> Any:
 def use_cores(number: int | None = None) -> int:
     """Make devices of the cores of a CPU, before JAX computes anything.
 
-    By default of all cores that this process may use. Returns how many there are.
+    By default of all cores that this process may use. Returns how many there are. Call
+    it right after ``import swindles``: importing BlackJAX makes JAX start.
 
     Examples
     --------
@@ -256,8 +260,9 @@ def use_cores(number: int | None = None) -> int:
             return there
         raise RuntimeError(
             f"JAX has already started with {there} device{'s' * (there > 1)}: call "
-            "swindles.use_cores() before anything is computed, at best right after the "
-            f"imports; or set JAX_NUM_CPU_DEVICES={number} in the environment"
+            "swindles.use_cores() right after `import swindles`, before other imports "
+            "(that of blackjax starts JAX) and before anything is computed; or set "
+            f"JAX_NUM_CPU_DEVICES={number} in the environment"
         ) from reason
     return number
 
