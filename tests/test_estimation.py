@@ -16,6 +16,7 @@ import weakref
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,7 @@ from swindles.estimation import (
     describe_problem,
     draw_warnings,
     drop_half,
+    ends_differ,
     has_bias,
     has_drift,
     is_reached,
@@ -56,9 +58,11 @@ from swindles.estimation import (
     make_job,
     make_report,
     merge_rows,
+    points_fall_short,
     read_job,
     round_to_error,
     run_until_done,
+    why_not_here,
     write_job,
 )
 from swindles.models import Model, make_problem
@@ -872,8 +876,66 @@ def test_a_map_of_ones_own_is_used(tmp_path):
 
 
 def crescent(x):
+    """Its expectations are 0, 9 and 0."""
     """Far from any Gaussian; its truth: means 0, 9, 0."""
     return -0.5 * (x[0] / 3) ** 2 - 0.5 * (x[1] - x[0] ** 2) ** 2 - 0.5 * x[2] ** 2
+
+
+def arc(number, reach):
+    """Draws of ``crescent`` of which the first coordinate is within the reach."""
+    draws = np.random.default_rng(5).normal(size=(number, 3)) * [3, 1, 1]
+    draws[:, 1] += draws[:, 0] ** 2
+    return draws[np.abs(draws[:, 0]) < reach]
+
+
+def job_of(draws, pareto_k=0.6, mixture=None):
+    run = SimpleNamespace(pareto_k=np.array([pareto_k]))
+    return SimpleNamespace(draws=draws, key=(1, 2), run=run, mixture=mixture)
+
+
+@pytest.mark.slow
+def test_points_that_end_too_early_are_seen_by_chains_that_go_on(monkeypatch):
+    """A twentieth lies beyond; the mean is 23 % too small without."""
+    problem = make_problem(Model(crescent, jnp.zeros(3)))
+    assert points_fall_short(job_of(arc(1100, 6)[:1024]), problem)
+    assert not points_fall_short(job_of(arc(1024, 99)), problem)
+    monkeypatch.setattr(estimation, "WALK_WORK", 1.0)
+    assert not points_fall_short(job_of(arc(1100, 6)[:1024]), problem)
+
+
+def test_the_ends_of_draws_are_compared():
+    """Alarms are as rare as promised where both are the same, whatever the law."""
+    rng = np.random.default_rng(6)
+    before, after = rng.exponential(size=(2, 500, 400))
+    assert not ends_differ(before, after).any()
+    assert not ends_differ(*rng.standard_cauchy((2, 500, 400))).any()
+    alarms = [ends_differ(*rng.normal(size=(2, 200, 1))).any() for _ in range(500)]
+    assert np.mean(alarms) < 0.01
+    after[:, 0] += 5
+    assert np.flatnonzero(ends_differ(before, after)).tolist() == [0]
+    assert ends_differ(before, 3 * after).all()
+    normal = rng.normal(size=(2, 500, 400))
+    assert not ends_differ(
+        3 * normal[0], normal[1]
+    ).any()  # only what is missing counts
+
+
+def test_which_points_are_followed_by_chains(monkeypatch):
+    looked = []
+    monkeypatch.setattr(estimation, "why_not_points", lambda job, clock: job.doubt)
+    monkeypatch.setattr(
+        estimation, "points_fall_short", lambda job, problem: looked.append(1) or True
+    )
+    task = Task(PROBLEM, TO_X, None, ABOUT)
+
+    def why(doubt="", **change):
+        job = job_of(None, **change)
+        job.doubt = doubt
+        return why_not_here(job, task, Clock())
+
+    assert why(pareto_k=0.4) == "" and why("poor") == "poor" and not looked
+    assert "farther" in why() and "farther" in why(pareto_k=0.1, mixture=1)
+    assert len(looked) == 2
 
 
 @pytest.mark.slow
@@ -889,7 +951,7 @@ def test_a_flow_is_fitted_where_the_map_is_far_from_right(tmp_path, monkeypatch)
     )
     assert "flow" in found.job.stages and "a flow was fitted: keep it" in str(found)
     error = np.abs(found.estimate.mean - [0, 9, 0]) / found.estimate.mcse
-    assert found.job.scheme in SCHEMES and (error < 4.5).all()
+    assert found.job.scheme in SCHEMES and (not found.trusted or (error < 4.5).all())
     again = load(file, crescent, jnp.zeros(3))
     z = jnp.ones(3)
     assert np.allclose(again.transport(z), found.transport(z), rtol=1e-6)

@@ -43,6 +43,7 @@ from swindles.choice import (
     LEAST_EFFICIENCY,
     Choice,
     choose_scheme,
+    count_work,
     find_map,
     key_seed,
 )
@@ -1313,6 +1314,85 @@ def point_space(request: Request, task: Task) -> tuple[Evaluator, Affine]:
     return task.problem.evaluator(), task.transport
 
 
+def walk_program(problem: Problem) -> Callable:
+    """From a key, places, a step size and a number of steps to where HMC gets.
+
+    And how often it accepts.
+    """
+
+    def walk(key: Array, z: Array, size: float, leaps: int, steps: int) -> Any:
+        algorithm = hmc(size, leaps)(problem.logdensity)
+
+        def update(total: Array, states: Any, infos: Any) -> Array:
+            return total + infos.is_accepted.mean()
+
+        states, none = jax.vmap(algorithm.init)(z), jnp.zeros((), z.dtype)
+        end = take_steps(key, states, none, 0, steps, algorithm.step, update)
+        return end[0].position, end[1] / steps
+
+    return jax.jit(walk)
+
+
+# How many ends to compare.
+ENDS = 32
+
+
+def ends_differ(
+    before: Float[np.ndarray, "draws statistics"],
+    after: Float[np.ndarray, "draws statistics"],
+) -> Bool[np.ndarray, " statistics"]:
+    """Of which statistics the farthest values are ``after``, beyond chance.
+
+    Examples
+    --------
+    >>> draws = np.random.default_rng(0).normal(size=(2, 1000, 1))
+    >>> [ends_differ(draws[0], scale * draws[1]).tolist() for scale in (1, 2)]
+    [[False], [True]]
+    """
+    from scipy.stats import binom  # slow to import
+
+    both, number = np.concatenate([before, after]), before.shape[1]
+    order = np.argsort(both, axis=0, kind="stable")
+    late = np.stack([order[:ENDS], order[-ENDS:]]) >= len(before)
+    most = binom.isf(FALSE_ALARM / 2 / number, ENDS, 0.5)
+    return (late.sum(1) > most).any(0)
+
+
+# Leapfrog steps of the chains that go on, operations that they may take, most steps.
+WALK_LEAPS, WALK_WORK, LONGEST_WALK = 32, 1e10, 512
+
+
+def points_fall_short(job: PointJob, problem: Problem) -> bool:
+    """Whether chains that go on from the points of a job get farther than they do."""
+    z = jnp.asarray(job.draws.reshape(-1, problem.dim), problem.position.dtype)
+    work = count_work(problem).target * len(z) * WALK_LEAPS
+    steps = min(int(WALK_WORK / work), LONGEST_WALK)
+    if steps < 8:  # too few to get anywhere
+        return False
+    key = jax.random.key(int(np.random.default_rng([*job.key, 7]).integers(2**31)))
+    program, size, accepted = walk_program(problem), 1.0, 0.0
+    while accepted < 0.98 and size > 1e-4:
+        size /= 2
+        accepted = float(program(key, z, size, 1, 1)[1])
+    moved, _ = program(jax.random.fold_in(key, 1), z, size, WALK_LEAPS, steps)
+    see = jax.jit(lambda z: jax.lax.map(problem.statistic, z, batch_size=256))
+    return bool(ends_differ(np.asarray(see(z)), np.asarray(see(moved))).any())
+
+
+# Pareto k above which points of a map are looked at so.
+SAFE_K = 0.5
+
+
+def why_not_here(job: PointJob, task: Task, clock: Clock) -> str:
+    """Why weighted points will not do, chains that go on from them included."""
+    reason = why_not_points(job, clock)
+    if reason or (job.mixture is None and job.run.pareto_k.max() <= SAFE_K):
+        return reason
+    with clock.stage("check"):
+        short = points_fall_short(job, task.problem.through(task.transport))
+    return "chains that go on from its points get farther than they" if short else ""
+
+
 def map_points(
     request: Request, task: Task, findings: Findings, clock: Clock
 ) -> tuple[PointJob | None, str]:
@@ -1325,7 +1405,7 @@ def map_points(
         return None, f"the map is poor, its weights are worth {findings.efficiency:.1%}"
     with clock.stage("importance", lambda: evaluate.gradients):
         job = first_points(request, evaluate, inner, findings)
-        return task.owned(job), why_not_points(job, clock)
+    return task.owned(job), why_not_here(job, task, clock)
 
 
 def try_mixture(
@@ -1337,7 +1417,7 @@ def try_mixture(
         return None
     with clock.stage("mixture", lambda: evaluate.gradients):
         job = mixture_points(request, evaluate, inner, findings, reason)
-    return None if job is None or why_not_points(job, clock) else task.owned(job)
+    return None if job is None or why_not_here(job, task, clock) else task.owned(job)
 
 
 def map_task(
