@@ -1,0 +1,123 @@
+"""One axis, spread over devices and processes: the numbers stay what they were."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import swindles
+from swindles import scale
+from swindles.accuracy import empty_moments
+from swindles.coupling import Total
+
+FOLDER = Path(__file__).parent
+COUNTS = (1, 2, 4, 8)
+# Errors of one estimate, in units of which two may differ.
+APART = 1e-3
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What one process with eight devices found."""
+    environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    command = [sys.executable, FOLDER / "eight_devices.py"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["cva", "stein"])
+def test_estimates_are_the_same_on_any_number_of_devices(found, scheme):
+    one, *others = (np.array(each) for each in found["estimates"][scheme])
+    for other in others:
+        assert (np.abs(other - one) <= APART * one[1]).all()
+
+
+@pytest.mark.slow
+def test_every_chain_has_its_key_wherever_it_is(found):
+    """Compared with keys that are split by JAX alone, to the bit."""
+    assert found["draws"] == [True] * len(COUNTS)
+
+
+@pytest.mark.slow
+def test_marginal_chains_on_eight_devices_are_those_of_blackjax(found):
+    assert found["trace"] < 1e-12
+
+
+@pytest.mark.slow
+def test_tuning_and_points_are_spread_too(found):
+    one, eight = found["tuned"]
+    assert one == pytest.approx(eight, rel=1e-3)
+    one, eight = found["points"]
+    assert one == eight and len(set(one)) > 200
+
+
+@pytest.mark.slow
+def test_sums_of_ones_own_are_right_too(found):
+    one, eight = found["own"]
+    assert one["steps"] == eight["steps"] == [5, 5]
+    assert np.allclose(one["x"], eight["x"], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_block_has_no_collective_but_at_its_end(found):
+    """The third one, with unknown sums, shows that others would be found."""
+    assert found["collectives"]["cva"] == {"end": 0, "elsewhere": 0}
+    stein = found["collectives"]["stein"]
+    assert stein["end"] > 0 and stein["elsewhere"] == 0
+    assert found["collectives"]["own"]["elsewhere"] > 0
+
+
+@pytest.mark.slow
+def test_blocks_lower_for_eight_gpus(found):
+    assert found["cuda"] == [[8, True]] * 2
+
+
+@pytest.mark.slow
+def test_memory_of_a_device_falls(found):
+    """As the compiler tells it: D = 501, 4096 chains."""
+    one, *others = found["memory"]
+    for number, other in zip(COUNTS[1:], others, strict=True):
+        assert other < 1.2 * one / number
+
+
+@pytest.mark.slow
+def test_words(found):
+    words, even = found["refused"]
+    assert "100 chains" in words and "take 96 or 112" in words and even == 128
+    assert found["default"] == [[1, 8, 8], 128, 144]
+    assert (
+        "right after" in found["too late"] and "NUM_CPU_DEVICES=5" in found["too late"]
+    )
+
+
+def test_one_device_is_left_alone():
+    assert scale.chain_mesh(4096) is None and scale.row_mesh(4096, 64) is None
+    tree = {"x": np.ones(3)}
+    assert scale.place(None, tree) is tree
+    assert scale.fetch(tree)["x"] is tree["x"]
+    with (
+        pytest.raises(ValueError, match="there are 1 devices, not 2"),
+        scale.use_devices(2),
+    ):
+        pass
+
+
+def test_rules_follow_the_leaves():
+    moments = empty_moments(np.zeros(3), 5)
+    assert scale.sum_rules(moments) == ["same", "same", -2, -2]
+    assert scale.sum_rules({"b": moments, "a": ()}) == ["same", "same", -2, -2]
+    assert scale.sum_rules(Total(np.zeros(3))) is None
+    assert scale.sum_rules((moments, np.zeros(5))) is None
+    assert scale.sum_rules(()) == []
+
+
+def test_cores_when_it_is_too_late():
+    assert swindles.use_cores(1) == 1  # as many as there are
+    with pytest.raises(RuntimeError, match="JAX has already started with 1 device"):
+        swindles.use_cores(7)
