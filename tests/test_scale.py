@@ -121,3 +121,94 @@ def test_cores_when_it_is_too_late():
     assert swindles.use_cores(1) == 1  # as many as there are
     with pytest.raises(RuntimeError, match="JAX has already started with 1 device"):
         swindles.use_cores(7)
+
+
+PAGE = FOLDER.parent / "book" / "scale.md"
+LISTING = re.search(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)[1]
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        return one.getsockname()[1]
+
+
+def begin(folder, text, processes):
+    """Start the script of the page so many times: processes that have just begun."""
+    (folder / "two.py").write_text(text)
+    port, started = free_port(), []
+    for i in range(processes):
+        who = [f"localhost:{port}", str(processes), str(i)] if processes > 1 else []
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "two.py", *who],
+                cwd=folder,
+                env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    return started
+
+
+def finish(started):
+    """What processes have printed when they are through."""
+    said = [process.communicate(timeout=300) for process in started]
+    assert [process.returncode for process in started] == [0] * len(started), said
+    return [out for out, _ in said]
+
+
+def table(text: str) -> list[str]:
+    """The lines of a report's table."""
+    return [line for line in text.splitlines() if re.match(r"x\[", line)]
+
+
+@pytest.mark.slow
+def test_two_processes_with_two_devices_say_the_same(tmp_path):
+    """The script of the page; one of them prints, and writes."""
+    first, second = finish(begin(tmp_path, LISTING, 2))
+    assert second == "" and "importance" in first
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [
+        "run.npz",
+        "two.py",
+    ]
+    (tmp_path / "run.npz").unlink()
+    (alone,) = finish(begin(tmp_path, LISTING, 1))
+    assert table(first) == table(alone) and len(table(first)) == 5
+
+
+def chains_of(folder) -> dict[str, np.ndarray]:
+    """Sums and states of a saved run; nothing when there is none."""
+    path = folder / "run.npz"
+    if not path.exists():
+        return {}
+    with np.load(path) as file:
+        names = [name for name in file.files if name.startswith("run/")]
+        head = json.loads(str(file["head"]))
+        return {name: file[name] for name in names} | head["others"]
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_ends_the_other_and_the_run_goes_on(tmp_path):
+    """Another number of processes takes it up, and comes to the same numbers."""
+    text = LISTING.replace("relative=", 'scheme="cva", relative=')
+    often = "import swindles.estimation\nswindles.estimation.SAVE_EVERY = 0\nreport ="
+    (tmp_path / "one").mkdir()
+    (alone,) = finish(begin(tmp_path / "one", text, 1))
+    survivor, victim = begin(tmp_path, text.replace("report =", often), 2)
+    while chains_of(tmp_path).get("run/steps", 0) < 200:
+        assert victim.poll() is None, victim.communicate()
+        time.sleep(0.02)
+    victim.send_signal(signal.SIGKILL)
+    _, words = survivor.communicate(timeout=60)
+    victim.communicate()
+    assert survivor.returncode != 0
+    assert "lost another one" in words or "another task died" in words
+    assert 200 <= chains_of(tmp_path)["run/steps"] < 1000
+    (resumed,) = finish(begin(tmp_path, text, 1))
+    assert table(resumed) == table(alone) and len(table(alone)) == 5
+    mine, other = chains_of(tmp_path), chains_of(tmp_path / "one")
+    assert mine["run/steps"] == other["run/steps"] > 1000
+    for name in (n for n in mine if n.startswith("run/")):
+        assert np.allclose(mine[name], other[name], rtol=1e-9, atol=1e-12), name
