@@ -157,10 +157,10 @@ def begin(folder, text, processes):
 
 
 def finish(started):
-    """What processes have printed when they are through."""
+    """What processes have printed when they are through; Gloo talks, too."""
     said = [process.communicate(timeout=300) for process in started]
     assert [process.returncode for process in started] == [0] * len(started), said
-    return [out for out, _ in said]
+    return [re.sub(r"\[Gloo\].*\n", "", out) for out, _ in said]
 
 
 def table(text: str) -> list[str]:
