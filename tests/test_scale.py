@@ -174,6 +174,12 @@ def finish(started):
     return [re.sub(r"\[Gloo\].*\n", "", out) for out, _ in said]
 
 
+def skewed_means(file, scheme=None) -> str:
+    """The script of the page in this process, on one device: its report."""
+    options = {"relative": 0.002, "seconds": None, "scheme": scheme, "file": file}
+    return str(swindles.estimate(targets.skewed(5), **options))
+
+
 def table(text: str) -> list[str]:
     """The lines of a report's table."""
     return [line for line in text.splitlines() if re.match(r"x\[", line)]
@@ -185,13 +191,15 @@ def test_two_processes_with_two_devices_say_the_same(tmp_path, programs):
     first, second = finish(begin(tmp_path, LISTING, 2, programs))
     assert second == "" and "importance" in first
     assert {path.name for path in tmp_path.iterdir()} == {"run.npz", "two.py"}
-    alone = swindles.estimate(targets.skewed(5), relative=0.002, seconds=None)
-    assert table(first) == table(str(alone)) and len(table(first)) == 5
+    alone = skewed_means(tmp_path / "alone.npz")
+    assert table(first) == table(alone) and len(table(first)) == 5
 
 
-def chains_of(folder) -> dict[str, np.ndarray]:
+OFTEN = "import swindles.estimation\nswindles.estimation.SAVE_EVERY = 0\nreport ="
+
+
+def chains_of(path) -> dict[str, np.ndarray]:
     """Sums and states of a saved run; nothing when there is none."""
-    path = folder / "run.npz"
     if not path.exists():
         return {}
     with np.load(path) as file:
@@ -205,12 +213,10 @@ def test_a_process_that_is_killed_ends_the_other_and_the_run_goes_on(
     tmp_path, programs
 ):
     """Another number of processes takes it up, and comes to the same numbers."""
+    alone = skewed_means(tmp_path / "alone.npz", "cva")
     text = LISTING.replace("relative=", 'scheme="cva", relative=')
-    often = "import swindles.estimation\nswindles.estimation.SAVE_EVERY = 0\nreport ="
-    (tmp_path / "one").mkdir()
-    (alone,) = finish(begin(tmp_path / "one", text, 1, programs))
-    survivor, victim = begin(tmp_path, text.replace("report =", often), 2, programs)
-    while chains_of(tmp_path).get("run/steps", 0) < 200:
+    survivor, victim = begin(tmp_path, text.replace("report =", OFTEN), 2, programs)
+    while chains_of(tmp_path / "run.npz").get("run/steps", 0) < 200:
         assert victim.poll() is None, victim.communicate()
         time.sleep(0.02)
     victim.send_signal(signal.SIGKILL)
@@ -218,10 +224,10 @@ def test_a_process_that_is_killed_ends_the_other_and_the_run_goes_on(
     victim.communicate()
     assert survivor.returncode != 0
     assert "lost another one" in words or "another task died" in words
-    assert 200 <= chains_of(tmp_path)["run/steps"] < 1000
-    (resumed,) = finish(begin(tmp_path, text, 1, programs))
+    assert 200 <= chains_of(tmp_path / "run.npz")["run/steps"] < 1000
+    resumed = skewed_means(tmp_path / "run.npz", "cva")
     assert table(resumed) == table(alone) and len(table(alone)) == 5
-    mine, other = chains_of(tmp_path), chains_of(tmp_path / "one")
+    mine, other = chains_of(tmp_path / "run.npz"), chains_of(tmp_path / "alone.npz")
     assert mine["run/steps"] == other["run/steps"] > 1000
     for name in (n for n in mine if n.startswith("run/")):
         assert np.allclose(mine[name], other[name], rtol=1e-9, atol=1e-12), name
