@@ -1011,7 +1011,8 @@ class Report:
         ]
         if job.findings.other_mode == np.inf:
             far = f"from up to {FARTHEST:.0f} standard deviations out"
-            lines.insert(1, f"climbers {far} found no other mode")
+            kind = "other" if getattr(job, "mixture", None) is None else "further"
+            lines.insert(1, f"climbers {far} found no {kind} mode")
         hidden = len(self.names) - MOST_LINES
         if hidden > 0:
             lines.insert(0, f"... and {hidden} more")
