@@ -21,6 +21,7 @@ from pipeline import (
     Row,
     Table,
     as_table,
+    find_done,
     finish,
     peak_memory,
     read_rows,
@@ -28,11 +29,12 @@ from pipeline import (
 )
 
 from swindles import style, targets
-from swindles.antithetic import Result, fold_series, pair_values
+from swindles.antithetic import Result, fold_series, pair_series, pair_values
 from swindles.control import Expectation, control_values, reference_mean
-from swindles.coupling import record, run
+from swindles.coupling import block_program, record, run
 from swindles.models import Model, Problem, make_problem
 from swindles.neutra import load_map
+from swindles.scale import chain_mesh, is_first, place, shared_time, sum_rules
 from swindles.schemes import (
     SCHEMES,
     Plan,
@@ -383,6 +385,15 @@ def efficiency_jobs(sizes: dict[str, Size]) -> list[SamplerJob]:
     ]
 
 
+def held_out_jobs(repeats: int) -> list[SamplerJob]:
+    """Every scheme on the regression with a part of the data left out, repeated."""
+    return [
+        SamplerJob("held-out", "hmc", scheme, "tuned", repeat)
+        for scheme in PAPER_SCHEMES
+        for repeat in range(repeats)
+    ]
+
+
 def perform(scale: str, folder: Path) -> None:
     """Do all experiments that are not done yet, and write their tables."""
     sizes = SIZES[scale]
@@ -399,11 +410,7 @@ def perform(scale: str, folder: Path) -> None:
     if logistic is not None:
         one = [SamplerJob("logistic", "hmc", "cva", "published", 0)]
         done("traces", one, partial(measure_traces, tuned))
-        held_out = [
-            SamplerJob("held-out", "hmc", scheme, "tuned", repeat)
-            for scheme in PAPER_SCHEMES
-            for repeat in range(logistic.repeats)
-        ]
+        held_out = held_out_jobs(logistic.repeats)
         done("prediction", held_out, partial(measure_prediction, tuned))
 
 
@@ -423,6 +430,86 @@ def results(name: str, scale: str | None = None, folder: Path | None = None) -> 
     return as_table(rows)
 
 
+def count_gradients(job: SamplerJob, size: Size) -> float:
+    """How many gradients a run takes: warm-up, run, and coefficients once for all."""
+    posterior = "logistic" if job.posterior == "held-out" else job.posterior
+    at = PAPER_SCHEMES.index(job.scheme)
+    leaps = PUBLISHED[posterior, job.sampler][at][1]
+    steps = 2 * size.steps + (size.steps if job.repeat == 0 else 0)
+    return float(SCHEMES[job.scheme].num_targets * size.chains * steps * leaps)
+
+
+def gradients_left(scale: str, folder: Path) -> dict[str, float]:
+    """Gradients of what is not done yet, by posterior."""
+    sizes, left = SIZES[scale], dict.fromkeys(SIZES[scale], 0.0)
+    tuned = find_done("settings", folder / scale)
+    for job in all_pairs(sizes):
+        if job.name not in tuned:
+            left[job.posterior] += sizes[job.posterior].budget
+    jobs = efficiency_jobs(sizes)
+    done = find_done("efficiency", folder / scale)
+    if "logistic" in sizes:
+        jobs += held_out_jobs(sizes["logistic"].repeats)
+        done |= find_done("prediction", folder / scale)
+    for job in jobs:
+        if job.name not in done:
+            posterior = "logistic" if job.posterior == "held-out" else job.posterior
+            left[posterior] += count_gradients(job, sizes[posterior])
+    return left
+
+
+class Speed(NamedTuple):
+    """How fast the chains of a posterior are, all together, and how large."""
+
+    gradients: float  # in a second
+    gigabytes: float  # on each device
+
+
+def measure_speed(posterior: str, size: Size, seconds: float = 20.0) -> Speed:
+    """Take steps of CVA with all chains, for about so many seconds."""
+    problem, leaps = prepare(posterior)[0], 4
+    algorithm = SCHEMES["cva"].build(HMC.make(1e-3, leaps), problem.logdensity)
+    states = start_chains(0, algorithm, problem, size)
+    zero, update = fold_series(pair_series(problem.statistic), states)
+    mesh, key = chain_mesh(size.chains), jax.random.key(0)
+    program: Any = block_program(algorithm, update, mesh=mesh)
+    states = place(mesh, states)
+
+    def sums() -> Any:
+        return place(mesh, jax.tree.map(jnp.array, zero), sum_rules(zero))
+
+    steps, spent = 1, 0.0
+    compiled = program.lower(key, states, sums(), 0, steps).compile()
+    while spent < seconds / 3:
+        steps, begin = 2 * steps, shared_time()
+        jax.block_until_ready(compiled(key, states, sums(), 0, steps))
+        spent = shared_time() - begin
+    memory = compiled.memory_analysis()
+    parts = "argument_size", "output_size", "temp_size"
+    size_in_bytes = sum(getattr(memory, f"{part}_in_bytes") for part in parts)
+    targets = SCHEMES["cva"].num_targets
+    return Speed(targets * leaps * size.chains * steps / spent, size_in_bytes / 1e9)
+
+
+def tell_cost(scale: str, folder: Path, seconds: float = 20.0) -> list[str]:
+    """What the jobs that are not done yet will take, in lines of words."""
+    devices, kind = jax.device_count(), jax.devices()[0].device_kind
+    lines = [f"{scale}, on {devices} x {kind}:"]
+    total = 0.0
+    for posterior, gradients in gradients_left(scale, folder).items():
+        if not gradients:
+            lines.append(f"{posterior:10} done")
+            continue
+        speed = measure_speed(posterior, SIZES[scale][posterior], seconds)
+        hours = gradients / speed.gradients / 3600
+        total += hours
+        lines.append(
+            f"{posterior:10} {gradients:8.2g} gradients, {speed.gradients:8.2g} in a "
+            f"second, {speed.gigabytes:6.2f} GB on each device, {hours:8.2f} hours"
+        )
+    return [*lines, f"altogether {total:.1f} hours"]
+
+
 def main(arguments: list[str] | None = None) -> None:
     """The command ``make experiments``."""
     parser = argparse.ArgumentParser("make experiments")
@@ -435,10 +522,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--fresh", action="store_true", help="delete the tables of that scale first"
     )
+    parser.add_argument(
+        "--cost", action="store_true", help="only say what it will cost"
+    )
     given = parser.parse_args(arguments)
-    if given.fresh:
+    if given.fresh and is_first():
         shutil.rmtree(given.folder / given.scale, ignore_errors=True)
-    perform(given.scale, given.folder)
+    if given.cost or given.scale == "paper":
+        lines = tell_cost(given.scale, given.folder)
+        if is_first():
+            print(*lines, sep="\n", flush=True)
+    if not given.cost:
+        perform(given.scale, given.folder)
 
 
 if __name__ == "__main__" and "__file__" in globals():

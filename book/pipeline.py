@@ -22,6 +22,8 @@ import numpy as np
 from jaxtyping import Shaped
 from tqdm import tqdm
 
+from swindles.scale import agree, is_first, require_same
+
 Row = dict[str, Any]
 
 
@@ -195,6 +197,12 @@ def collect(paths: Sequence[Path]) -> dict[str, list[Row]]:
     return found
 
 
+def find_done(name: str, folder: Path) -> dict[str, list[Row]]:
+    """The rows of an experiment that are there, by the name of their job."""
+    parts = folder / "parts" / name
+    return collect([table_path(folder, name), *parts.glob("*.csv")])
+
+
 def finish(experiment: Experiment, folder: Path) -> dict[str, list[Row]]:
     """Do the jobs that are not done yet, and write the table. Returns all rows.
 
@@ -225,15 +233,20 @@ def finish(experiment: Experiment, folder: Path) -> dict[str, list[Row]]:
     """
     parts = folder / "parts" / experiment.name
     table, made_by = table_path(folder, experiment.name), provenance()
-    done = collect([table, *parts.glob("*.csv")])
+    done, first = find_done(experiment.name, folder), is_first()
     waiting = [job for job in experiment.jobs if job.name not in done]
-    for job in (bar := tqdm(waiting, experiment.name, leave=False)):
+    require_same(f"what is done of {experiment.name}", sorted(done))
+    hidden = {} if first else {"disable": True}
+    for job in (bar := tqdm(waiting, experiment.name, leave=False, **hidden)):
         bar.set_postfix_str(job.name)
         which = {"job": job.name} | job._asdict()
-        path = parts / f"{job.name}.csv"
-        write_rows(path, [which | row | made_by for row in experiment.measure(job)])
+        path, rows = parts / f"{job.name}.csv", experiment.measure(job)
+        if first:
+            write_rows(path, [which | row | made_by for row in rows])
+        agree(0)  # the others wait until it is written
         done |= collect([path])
-    if experiment.jobs and (waiting or parts.exists()):
+    require_same(f"what was done of {experiment.name}", sorted(done))
+    if first and experiment.jobs and (waiting or parts.exists()):
         write_rows(table, [row for job in experiment.jobs for row in done[job.name]])
         shutil.rmtree(parts, ignore_errors=True)
     return {job.name: done[job.name] for job in experiment.jobs}
