@@ -1,12 +1,13 @@
 """How much faster is a run on several devices?
 
-    python benchmarks/scale.py              # three minutes on two idle cores
+    python benchmarks/scale.py              # ten minutes on two idle cores
     python benchmarks/scale.py --repeats 1  # only to see that it works
 
 Blocks of CVA with their sums, on the cores of this machine as devices. "strong": the
 same chains on one device and on two, by turns. "weak": as many chains on each of 1, 2,
-4 and 8 devices; those that have no core of their own wait for one. Writes
-book/results/scale.csv, which the chapter `scale` reads.
+4 and 8 devices; those that have no core of their own wait for one. "estimate": whole
+calls on one device and on two, by points and by chains. Writes book/results/scale.csv,
+which the chapter `scale` reads.
 """
 
 import argparse
@@ -24,7 +25,14 @@ RESULTS = Path(__file__).parents[1] / "book" / "results"
 # Posterior, chains and steps of a block; for "weak", chains on each device.
 STRONG = [("logistic", 256, 400), ("item", 256, 20)]
 WEAK = [("logistic", 64, 400)]
-DEVICES = {"strong": (1, 2), "weak": (1, 2, 4, 8)}
+DEVICES = {"strong": (1, 2), "weak": (1, 2, 4, 8), "estimate": (1, 2)}
+# Calls: the posterior, and what is asked for.
+CALLS = [
+    ("logistic", {"relative": 1e-4, "scheme": "importance"}),
+    ("logistic", {"relative": 1e-3, "scheme": "cva"}),
+    ("item", {"relative": 3e-3, "scheme": "importance"}),
+    ("item", {"gradients": 3e5, "scheme": "cva"}),
+]
 
 
 def make_block(posterior: str, chains: int, steps: int):
@@ -60,11 +68,34 @@ def make_block(posterior: str, chains: int, steps: int):
     return lambda: add_block(jax.random.key(0), begun, algorithm, fold, steps)
 
 
+def measure_calls(repeats: int) -> list[dict]:
+    """Seconds of calls of `estimate` on different numbers of devices, by turns."""
+    from swindles import scale, targets
+
+    rows = []
+    for posterior, options in CALLS:
+        make = {"logistic": "logistic_regression", "item": "item_response"}[posterior]
+        model = getattr(targets, make)()
+        for repeat in range(-1, min(repeats, 3)):
+            for number in DEVICES["estimate"]:
+                with scale.use_devices(number):
+                    begin = time.perf_counter()
+                    swindles.estimate(model, key=repeat + 1, seconds=None, **options)
+                    seconds = time.perf_counter() - begin
+                what = {"chains": 128, "steps": 0, "repeat": repeat, "seconds": seconds}
+                head = {"posterior": posterior, "devices": number}
+                kind = {"kind": f"estimate by {options['scheme']}"}
+                rows += [kind | head | what] if repeat >= 0 else []
+    return rows
+
+
 def measure(kind: str, repeats: int) -> list[dict]:
     """Seconds of blocks on different numbers of devices, by turns."""
     swindles.use_cores(max(DEVICES[kind]))
     from swindles import scale
 
+    if kind == "estimate":
+        return measure_calls(repeats)
     rows = []
     for posterior, chains, steps in {"strong": STRONG, "weak": WEAK}[kind]:
         each = {
@@ -109,11 +140,8 @@ def main() -> None:
     made_by = provenance()
     write_rows(RESULTS / "scale.csv", [row | made_by for row in rows])
     table = as_table(rows)
-    for kind, posterior in [
-        ("strong", "logistic"),
-        ("strong", "item"),
-        ("weak", "logistic"),
-    ]:
+    names = zip(table["kind"], table["posterior"], strict=True)
+    for kind, posterior in dict.fromkeys(names):
         here = where(table, kind=kind, posterior=posterior)
         times = {
             int(n): np.median(where(here, devices=n)["seconds"])
