@@ -22,6 +22,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 # The one axis along which anything is spread.
 CHAINS = "chains"
+# How sums are put together: one rule for each leaf, as ``joined`` takes them.
+Rules = list[int | str]
 
 
 # Fewer chains than this on a device are not worth another one, unless one asks for it.
@@ -98,9 +100,40 @@ def even_chains(wanted: int) -> int:
     return -(-wanted // share) * share
 
 
+def by_device(
+    mesh: Mesh | AbstractMesh | None,
+    function: Callable[[Any, Any, int], tuple[Any, Any]],
+    states: Any,
+    sums: Any,
+    rules: Rules | None,
+    axis: int = 0,
+) -> tuple[Any, Any]:
+    """Let each device take the steps of its own chains, with sums of its own.
+
+    ``function`` goes from states, sums and the number of devices to states and sums.
+    The sums are put together once, at the end, by their ``rules``. Without rules all is
+    left to the compiler, which may have to add over devices at every step.
+    """
+    if mesh is None or rules is None:
+        return function(states, sums, 1)
+    leaves, tree = jax.tree.flatten(sums)
+    each = [chain_axis(x.ndim, rule) for x, rule in zip(leaves, rules, strict=True)]
+    places = chain_axis(axis + 1, axis), jax.tree.unflatten(tree, each)
+    join = {"sum": jax.lax.psum, "mean": jax.lax.pmean}
+
+    def on_device(states: Any, sums: Any) -> tuple[Any, Any]:
+        states, sums = function(states, sums, mesh.size)
+        parts = zip(jax.tree.leaves(sums), rules, strict=True)
+        whole = [join[r](x, CHAINS) if r in join else x for x, r in parts]
+        return states, jax.tree.unflatten(tree, whole)
+
+    return jax.shard_map(
+        on_device, mesh=mesh, in_specs=places, out_specs=places, check_vma=False
+    )(states, sums)
+
+
 Kind = TypeVar("Kind", bound=type)
 JOINED: dict[type, dict[str, int | str]] = {}
-Rules = list[int | str]  # one for each leaf
 
 
 def joined(**rules: int | str) -> Callable[[Kind], Kind]:
@@ -138,38 +171,6 @@ def chain_axis(ndim: int, axis: int | str) -> PartitionSpec:
     if isinstance(axis, str):
         return PartitionSpec()
     return PartitionSpec(*[None] * (axis % ndim), CHAINS)
-
-
-def by_device(
-    mesh: Mesh | AbstractMesh | None,
-    function: Callable[[Any, Any, int], tuple[Any, Any]],
-    states: Any,
-    sums: Any,
-    rules: Rules | None,
-    axis: int = 0,
-) -> tuple[Any, Any]:
-    """Let each device take the steps of its own chains, with sums of its own.
-
-    ``function`` goes from states, sums and the number of devices to states and sums.
-    The sums are put together once, at the end, by their ``rules``. Without rules all is
-    left to the compiler, which may have to add over devices at every step.
-    """
-    if mesh is None or rules is None:
-        return function(states, sums, 1)
-    leaves, tree = jax.tree.flatten(sums)
-    each = [chain_axis(x.ndim, rule) for x, rule in zip(leaves, rules, strict=True)]
-    places = chain_axis(axis + 1, axis), jax.tree.unflatten(tree, each)
-    join = {"sum": jax.lax.psum, "mean": jax.lax.pmean}
-
-    def on_device(states: Any, sums: Any) -> tuple[Any, Any]:
-        states, sums = function(states, sums, mesh.size)
-        parts = zip(jax.tree.leaves(sums), rules, strict=True)
-        whole = [join[r](x, CHAINS) if r in join else x for x, r in parts]
-        return states, jax.tree.unflatten(tree, whole)
-
-    return jax.shard_map(
-        on_device, mesh=mesh, in_specs=places, out_specs=places, check_vma=False
-    )(states, sums)
 
 
 def row_mesh(number: int, batch: int) -> Mesh | None:
@@ -267,23 +268,32 @@ def use_cores(number: int | None = None) -> int:
     return number
 
 
-def end_with_words(kind: Any, error: Any, trace: Any) -> None:
-    """What one of several processes does with an error that nobody catches.
+def is_first() -> bool:
+    """Whether this is the process that prints, shows progress and writes files."""
+    return jax.process_index() == 0
 
-    It does not wait for the others: when it is gone, they end, too.
-    """
-    who = f"process {jax.process_index()} of {jax.process_count()}"
-    traceback.print_exception(kind, error, trace)
-    if isinstance(error, jax.errors.JaxRuntimeError):
-        print(
-            f"swindles: {who} has lost another one, or its network, and ends. Start "
-            "all again, with the same file and as many as you like: the run goes on.",
-            file=sys.stderr,
+
+def agree(number: float) -> float:
+    """The number that the first process has, for all of them."""
+    if jax.process_count() == 1:
+        return number
+    with jax.enable_x64(True):
+        return float(broadcast_one_to_all(np.float64(number)))
+
+
+def require_same(what: str, value: Any) -> None:
+    """Raise ValueError in a process where something is not as in the first one."""
+    code = float(zlib.crc32(repr(value).encode()))
+    if agree(code) != code:
+        raise ValueError(
+            f"{what} is not the same in process {jax.process_index()} as in the first: "
+            "start all processes with the same script and the same arguments"
         )
-    else:
-        print(f"swindles: {who} ends, and the others with it.", file=sys.stderr)
-    sys.stderr.flush()
-    os._exit(1)
+
+
+def shared_time() -> float:
+    """Seconds on the clock of the first process: all decide by the same one."""
+    return agree(time.perf_counter())
 
 
 def use_hosts(
@@ -317,29 +327,20 @@ def use_hosts(
     sys.excepthook = end_with_words
 
 
-def is_first() -> bool:
-    """Whether this is the process that prints, shows progress and writes files."""
-    return jax.process_index() == 0
+def end_with_words(kind: Any, error: Any, trace: Any) -> None:
+    """What one of several processes does with an error that nobody catches.
 
-
-def agree(number: float) -> float:
-    """The number that the first process has, for all of them."""
-    if jax.process_count() == 1:
-        return number
-    with jax.enable_x64(True):
-        return float(broadcast_one_to_all(np.float64(number)))
-
-
-def require_same(what: str, value: Any) -> None:
-    """Raise ValueError in a process where something is not as in the first one."""
-    code = float(zlib.crc32(repr(value).encode()))
-    if agree(code) != code:
-        raise ValueError(
-            f"{what} is not the same in process {jax.process_index()} as in the first: "
-            "start all processes with the same script and the same arguments"
+    It does not wait for the others: when it is gone, they end, too.
+    """
+    who = f"process {jax.process_index()} of {jax.process_count()}"
+    traceback.print_exception(kind, error, trace)
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        print(
+            f"swindles: {who} has lost another one, or its network, and ends. Start "
+            "all again, with the same file and as many as you like: the run goes on.",
+            file=sys.stderr,
         )
-
-
-def shared_time() -> float:
-    """Seconds on the clock of the first process: all decide by the same one."""
-    return agree(time.perf_counter())
+    else:
+        print(f"swindles: {who} ends, and the others with it.", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(1)
