@@ -9,7 +9,7 @@ import experiments
 import numpy as np
 import pytest
 from experiments import FAMILIES, PAPER_SCHEMES, SIZES, SamplerJob, Size
-from pipeline import as_table, read_rows, table_path
+from pipeline import as_table, read_rows, table_path, write_rows
 
 SMALL = Size(32, 60, 2)
 
@@ -148,3 +148,40 @@ def test_the_command_makes_tables_once(tmp_path, monkeypatch):
     experiments.main(command)  # does nothing
     with pytest.raises(RuntimeError, match="done again"):
         experiments.main([*command, "--fresh"])
+
+
+# What it will cost
+
+
+def test_gradients_are_counted():
+    size = Size(chains=10, steps=5, repeats=2)
+    first = SamplerJob("logistic", "hmc", "cva", "published", 0)  # four leapfrog steps
+    other = first._replace(repeat=1)
+    assert experiments.count_gradients(other, size) == 2 * 10 * (5 + 5) * 4
+    assert experiments.count_gradients(first, size) == 2 * 10 * (5 + 5 + 5) * 4
+    plain = other._replace(scheme="plain", posterior="held-out")
+    assert experiments.count_gradients(plain, size) == 10 * (5 + 5) * 1
+
+
+def test_cost_counts_what_is_not_done(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(experiments, "FAMILIES", {"hmc": FAMILIES["hmc"]})
+    monkeypatch.setattr(experiments, "PAPER_SCHEMES", ("plain",))
+    sizes = {"test": {"item": Size(10, 5, 2)}}  # published settings: four steps
+    monkeypatch.setattr(experiments, "SIZES", sizes)
+    speed = experiments.Speed(gradients=1.0, gigabytes=2.0)
+    monkeypatch.setattr(experiments, "measure_speed", lambda *_: speed)
+    monkeypatch.setattr(experiments, "perform", None)  # --cost does nothing
+    command = ["--scale", "test", "--folder", str(tmp_path), "--cost"]
+    experiments.main(command)
+    words = capsys.readouterr().out
+    assert "1e+03 gradients" in words and "2.00 GB" in words
+    assert f"altogether {1000 / 3600:.1f} hours" in words
+    done = [{"job": "item-hmc-plain-published-0", "ess": 1}]
+    write_rows(table_path(tmp_path / "test", "efficiency"), done)
+    assert experiments.gradients_left("test", tmp_path) == {"item": 400.0}
+
+
+@pytest.mark.slow
+def test_speed_is_measured():
+    speed = experiments.measure_speed("logistic", Size(16, 5, 1), seconds=0.1)
+    assert 1e2 < speed.gradients < 1e9 and 1e-5 < speed.gigabytes < 1

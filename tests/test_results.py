@@ -6,6 +6,7 @@ what the code does any more: make it anew, or mend the code.
 """
 
 import importlib.util
+import time
 from pathlib import Path
 
 import experiments
@@ -261,3 +262,20 @@ def test_repeats_of_estimate(monkeypatch):
     theirs = np.sqrt((mcse**2).mean(0) / repeats)
     assert_same_means(new["mean"], new["mcse"], mean.mean(0), theirs)
     np.testing.assert_allclose(new["sd"], sd.mean(0), rtol=0.2)
+
+
+def test_blocks_on_several_devices():
+    """The time of a step on one device, which two were faster than."""
+    table = read("scale.csv")
+    make_block = load_benchmark("scale").make_block
+    for posterior, steps in (("logistic", 20), ("item", 1)):
+        here = where(table, kind="strong", posterior=posterior)
+        before = where(here, devices=1)
+        block = make_block(posterior, int(before["chains"][0]), steps)
+        block()
+        begin = time.perf_counter()
+        block()
+        now = (time.perf_counter() - begin) / steps
+        assert_ratio(now, np.median(before["seconds"] / before["steps"]), 10)
+        other = where(here, devices=2)["seconds"]
+        assert np.median(other) < np.median(before["seconds"])
