@@ -191,7 +191,7 @@ def memory(number):
 def lowered_for_cuda(parts):
     """Devices of a block that is lowered for GPUs, and whether it has a loop."""
     algorithm, states, (zero, update) = parts
-    mesh = AbstractMesh((8,), (scale.CHAINS,))
+    mesh = AbstractMesh((8,), (scale.AXIS,))
     program = block_program(algorithm, update, mesh=mesh)
 
     def there(tree, rules):

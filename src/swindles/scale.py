@@ -21,7 +21,7 @@ from jax.experimental.multihost_utils import broadcast_one_to_all
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 # The one axis along which anything is spread.
-CHAINS = "chains"
+AXIS = "chains"
 # How sums are put together: one rule for each leaf, as ``joined`` takes them.
 Rules = list[int | str]
 
@@ -61,7 +61,7 @@ def use_devices(number: int) -> Iterator[None]:
 @cache
 def make_mesh(number: int) -> Mesh:
     """A mesh of the first so many devices, of one axis."""
-    return Mesh(np.array(jax.devices()[:number]), (CHAINS,))
+    return Mesh(np.array(jax.devices()[:number]), (AXIS,))
 
 
 def chain_mesh(num_chains: int) -> Mesh | None:
@@ -124,7 +124,7 @@ def by_device(
     def on_device(states: Any, sums: Any) -> tuple[Any, Any]:
         states, sums = function(states, sums, mesh.size)
         parts = zip(jax.tree.leaves(sums), rules, strict=True)
-        whole = [join[r](x, CHAINS) if r in join else x for x, r in parts]
+        whole = [join[r](x, AXIS) if r in join else x for x, r in parts]
         return states, jax.tree.unflatten(tree, whole)
 
     return jax.shard_map(
@@ -141,6 +141,16 @@ def joined(**rules: int | str) -> Callable[[Kind], Kind]:
 
     A number is the axis of the chains, counted from the end; "sum" and "mean" are over
     devices. Other fields are the same on all devices.
+
+    Examples
+    --------
+    >>> from typing import NamedTuple
+    >>> @joined(total=-1, most="mean")
+    ... class Mine(NamedTuple):
+    ...     total: Array  # (chains,)
+    ...     most: Array  # ()
+    >>> sum_rules(Mine(np.zeros(4), np.zeros(())))
+    [-1, 'mean']
     """
 
     def remember(kind: Kind) -> Kind:
@@ -170,7 +180,7 @@ def chain_axis(ndim: int, axis: int | str) -> PartitionSpec:
     """Where the chains of an array are; nowhere, for a rule that is no axis."""
     if isinstance(axis, str):
         return PartitionSpec()
-    return PartitionSpec(*[None] * (axis % ndim), CHAINS)
+    return PartitionSpec(*[None] * (axis % ndim), AXIS)
 
 
 def row_mesh(number: int, batch: int) -> Mesh | None:
@@ -183,7 +193,7 @@ def spread_rows(mesh: Mesh | None, function: Callable) -> Callable:
     """A function of something and of rows, each device with rows of its own."""
     if mesh is None:
         return function
-    rows = PartitionSpec(CHAINS)
+    rows = PartitionSpec(AXIS)
     places = PartitionSpec(), rows
     return jax.shard_map(
         function, mesh=mesh, in_specs=places, out_specs=rows, check_vma=False
@@ -194,7 +204,7 @@ def own_part(array: Array, number: int, devices: int) -> Array:
     """Of an array with an entry for every chain, those of this device's chains."""
     if devices == 1:
         return array
-    first = jax.lax.axis_index(CHAINS) * number
+    first = jax.lax.axis_index(AXIS) * number
     return jax.lax.dynamic_slice_in_dim(array, first, number)
 
 
@@ -269,13 +279,19 @@ def use_cores(number: int | None = None) -> int:
 
 
 def is_first() -> bool:
-    """Whether this is the process that prints, shows progress and writes files."""
-    return jax.process_index() == 0
+    """Whether this is the process that prints, shows progress and writes files.
+
+    Examples
+    --------
+    >>> is_first()
+    True
+    """
+    return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
 def agree(number: float) -> float:
     """The number that the first process has, for all of them."""
-    if jax.process_count() == 1:
+    if not jax.distributed.is_initialized():
         return number
     with jax.enable_x64(True):
         return float(broadcast_one_to_all(np.float64(number)))
