@@ -7,6 +7,7 @@ import hashlib
 import html
 import json
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -72,7 +73,14 @@ from swindles.importance import (
 )
 from swindles.mixture import LARGEST_MIXTURE, Mixture, find_mixture, missed_mode
 from swindles.models import Model, Problem, as_floats, make_problem, need
-from swindles.scale import even_chains, fetch, is_first, require_same, shared_time
+from swindles.scale import (
+    even_chains,
+    fetch,
+    is_alone,
+    is_first,
+    require_same,
+    shared_time,
+)
 from swindles.schemes import SCHEMES, Plan, plan_series
 from swindles.stein import affordable_order
 from swindles.transport import (
@@ -229,9 +237,10 @@ class Clock:
         try:
             yield
         finally:
-            old = self.stages.get(name, Stage(0.0, 0.0))
-            seconds = old.seconds + shared_time() - begin
-            self.stages[name] = Stage(seconds, old.gradients + count() - before)
+            if is_alone() or sys.exc_info()[0] is None:  # else others may not answer
+                old = self.stages.get(name, Stage(0.0, 0.0))
+                seconds = old.seconds + shared_time() - begin
+                self.stages[name] = Stage(seconds, old.gradients + count() - before)
 
 
 class Findings(NamedTuple):

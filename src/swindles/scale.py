@@ -278,6 +278,11 @@ def use_cores(number: int | None = None) -> int:
     return number
 
 
+def is_alone() -> bool:
+    """Whether this process has not joined others."""
+    return not jax.distributed.is_initialized()
+
+
 def is_first() -> bool:
     """Whether this is the process that prints, shows progress and writes files.
 
@@ -286,12 +291,12 @@ def is_first() -> bool:
     >>> is_first()
     True
     """
-    return not jax.distributed.is_initialized() or jax.process_index() == 0
+    return is_alone() or jax.process_index() == 0
 
 
 def agree(number: float) -> float:
     """The number that the first process has, for all of them."""
-    if not jax.distributed.is_initialized():
+    if is_alone():
         return number
     with jax.enable_x64(True):
         return float(broadcast_one_to_all(np.float64(number)))
@@ -350,7 +355,8 @@ def end_with_words(kind: Any, error: Any, trace: Any) -> None:
     """
     who = f"process {jax.process_index()} of {jax.process_count()}"
     traceback.print_exception(kind, error, trace)
-    if isinstance(error, jax.errors.JaxRuntimeError):
+    lost = isinstance(error, jax.errors.JaxRuntimeError)
+    if lost and "RESOURCE_EXHAUSTED" not in str(error):
         print(
             f"swindles: {who} has lost another one, or its network, and ends. Start "
             "all again, with the same file and as many as you like: the run goes on.",
