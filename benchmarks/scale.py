@@ -1,6 +1,6 @@
 """How much faster is a run on several devices?
 
-    python benchmarks/scale.py              # ten minutes on two idle cores
+    python benchmarks/scale.py              # six minutes on two idle cores
     python benchmarks/scale.py --repeats 1  # only to see that it works
 
 Blocks of CVA with their sums, on the cores of this machine as devices. "strong": the
@@ -31,7 +31,6 @@ CALLS = [
     ("logistic", {"relative": 1e-4, "scheme": "importance"}),
     ("logistic", {"relative": 1e-3, "scheme": "cva"}),
     ("item", {"relative": 3e-3, "scheme": "importance"}),
-    ("item", {"gradients": 3e5, "scheme": "cva"}),
 ]
 
 
