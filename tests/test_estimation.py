@@ -548,6 +548,8 @@ def test_a_file_of_another_run_is_refused(report, tmp_path):
     report.save(file)
     options = {"file": file, "scheme": "antithetic", "dtype": "float32"}
     with pytest.raises(ValueError, match="another chains and key"):
+        swindles.estimate(logdensity, start_at, moments, 1, chains=144, **options)
+    with pytest.raises(ValueError, match="another key"):  # as many as before
         swindles.estimate(logdensity, start_at, moments, 1, **options)
     with pytest.raises(ValueError, match="another logdensity"):
         load(file, lambda x: 2 * logdensity(x) + 1, start_at, moments)
