@@ -279,7 +279,7 @@ def main() -> None:
         name: collectives(compiled_block(parts, 8).as_text())
         for name, parts in blocks.items()
     }
-    found["memory"] = [memory(n) for n in COUNTS]
+    found["memory"] = [memory(n) for n in (1, 8)]
     print(json.dumps(found))
 
 

@@ -24,10 +24,17 @@ COUNTS = (1, 2, 4, 8)
 APART = 1e-3
 
 
+# What compiles in less time.
+QUICKLY = {
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false",
+}
+
+
 @pytest.fixture(scope="module")
 def found():
     """What one process with eight devices found."""
-    environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    environment = os.environ | QUICKLY
     command = [sys.executable, FOLDER / "eight_devices.py"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -85,9 +92,8 @@ def test_blocks_lower_for_eight_gpus(found):
 @pytest.mark.slow
 def test_memory_of_a_device_falls(found):
     """As the compiler tells it: D = 501, 4096 chains."""
-    one, *others = found["memory"]
-    for number, other in zip(COUNTS[1:], others, strict=True):
-        assert other < 1.2 * one / number
+    one, eight = found["memory"]
+    assert eight < 1.1 * one / 8
 
 
 @pytest.mark.slow
@@ -141,8 +147,7 @@ def free_port() -> int:
 def programs(tmp_path_factory):
     """Where processes find what others have compiled; Make names a place, too."""
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    return {
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    return QUICKLY | {
         "JAX_COMPILATION_CACHE_DIR": folder or str(tmp_path_factory.mktemp("programs")),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
