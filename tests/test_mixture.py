@@ -225,6 +225,51 @@ def test_stein_features_help_under_a_mixture_too():
 
 def test_rounds_make_it_better_and_stop():
     def bent(x):
+        return bell(x[:1] / 2) + bell(x[1:] - x[:1] ** 2 / 2)
+
+    evaluate = Evaluator(bent, 3)
+    begin = begin_mixture(3, [])
+    rounds = list(improve_mixture(generator(), evaluate, unit_map(np.zeros(3)), begin))
+    worth = [each.efficiency for each in rounds]
+    assert 1 < len(rounds) <= 8 and max(worth) > 2 * worth[0]
+    assert rounds[0].mixture is begin
+
+
+def test_a_density_that_is_zero_everywhere_has_no_mixture():
+    evaluate = Evaluator(lambda x: -jnp.inf * jnp.ones_like(x[0]), 2)
+    transport, begin = unit_map(np.zeros(2)), begin_mixture(2, [])
+    assert not list(improve_mixture(generator(), evaluate, transport, begin))
+
+
+def test_a_mode_is_missed_or_covered():
+    def two(x):
+        return jnp.logaddexp(bell(x), bell(x - 15))
+
+    evaluate, transport = Evaluator(two, 2), unit_map(np.zeros(2))
+    alone = begin_mixture(2, [])
+    level = np.log(2.0)
+    assert missed_mode(generator(), evaluate, transport, alone, level) == (
+        pytest.approx(15 * np.sqrt(2), rel=0.01)
+    )
+    both = begin_mixture(2, far_modes(generator(), evaluate, transport))
+    assert missed_mode(generator(), evaluate, transport, both, level) == np.inf
+
+
+def test_tails_that_no_part_reaches_are_in_the_error():
+    def heavy(x):  # the third moment does not exist
+        return -2 * jnp.log1p(x @ x)
+
+    evaluate = Evaluator(heavy, 1, lambda x: jnp.abs(x) ** 2.9)
+    transport, mixture = unit_map(np.zeros(1)), begin_mixture(1, [])
+    run = weigh_points(SEED, evaluate, transport, 256, "none", mixture)
+    beyond = beyond_reach(generator(), evaluate, transport, run, mixture)
+    light = Evaluator(standard_normal, 1, lambda x: x**2)
+    other = weigh_points(SEED, light, transport, 256, "none", mixture)
+    little = beyond_reach(generator(), light, transport, other, mixture)
+    assert beyond[0] > 0.2 * run.estimate().mean[0] and little[0] < 1e-6
+
+
+def crescent(x):
     """A standard normal x[0], and x[1] around x[0] ** 2 / 2 with deviation 1/2."""
     return -0.5 * x[0] ** 2 - 2 * (x[1] - x[0] ** 2 / 2) ** 2
 
@@ -234,8 +279,8 @@ def test_a_broad_part_bounds_the_weights():
     """Over a million draws of the posterior; a mixture's own points do not show it."""
     draws = generator(9).normal(size=(1_000_000, 2)) * [1, 0.5]
     draws[:, 1] += draws[:, 0] ** 2 / 2
-    log = np.log(2) + bent(draws.T)
-    evaluate, to_x = Evaluator(bent, 2), unit_map(np.zeros(2))
+    log = np.log(2) + crescent(draws.T)
+    evaluate, to_x = Evaluator(crescent, 2), unit_map(np.zeros(2))
     largest = []
     for seed in range(8):
         mixture = find_mixture(generator(seed), evaluate, to_x).mixture
@@ -253,11 +298,9 @@ def test_a_broad_part_is_as_wide_as_all_others_and_more():
     both, rng = with_broad_part(mixture), generator(10)
     assert np.isclose(both.shares.sum(), 1) and both.shares[-1] == 0.1
     parts = rng.choice(3, 400_000, p=mixture.shares)
-    noise = rng.standard_t(1e9, size=(400_000, 3))
     scale = np.sqrt(DEGREES / rng.chisquare(DEGREES, size=(400_000, 1)))
-    z = mixture.centers[parts] + np.einsum(
-        "nij,nj->ni", mixture.roots[parts], noise * scale
-    )
+    noise = rng.normal(size=(400_000, 3)) * scale
+    z = mixture.centers[parts] + np.einsum("nij,nj->ni", mixture.roots[parts], noise)
     assert np.allclose(both.centers[-1], z.mean(0), atol=0.05)
     width = both.roots[-1] @ both.roots[-1].T
     assert np.allclose(width, 4 * np.cov(z.T), rtol=0.1, atol=0.3)
