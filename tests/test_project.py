@@ -14,6 +14,7 @@ import jupytext
 import nbformat
 import offline
 import pytest
+import reading
 import yaml
 
 from swindles import style
@@ -133,6 +134,15 @@ def test_cited_works_are_in_the_bibliography():
         assert cited <= set(known), chapter.name
 
 
+def test_bibliography_is_cited():
+    works = re.findall(
+        r"^@\w+\{(.+),", (ROOT / "book/references.bib").read_text(), re.M
+    )
+    text = "".join(chapter.read_text(encoding="utf-8") for chapter in CHAPTERS)
+    cited = ",".join(re.findall(r"\{cite(?::\w+)?\}`([^`]+)`", text)).split(",")
+    assert [work for work in works if work not in map(str.strip, cited)] == []
+
+
 def test_scale(monkeypatch):
     monkeypatch.delenv("SWINDLES_SCALE", raising=False)
     assert style.scale() == "laptop"
@@ -217,6 +227,19 @@ def test_pages_say_what_they_are(built, pages):
     for name, page in pages.items():
         (words,) = re.findall(r'<meta name="description" content="([^"]+)"', page)
         assert 20 < len(html.unescape(words)) <= 160, name
+
+
+@pytest.mark.slow
+def test_contents_say_how_long_each_part_takes(pages):
+    rows = re.findall(r"<tr.*?</tr>", pages["book/intro.html"], re.S)
+    found = [re.findall(r"<p>([^<]*)</p>", row)[:2] for row in rows]
+    for (caption, chapters), row in zip(
+        reading.parts().items(), found[1:], strict=False
+    ):
+        words = [reading.prose(page.read_text(encoding="utf-8")) for page in chapters]
+        assert row[0] == caption
+        assert abs(int(row[1]) - sum(words) / 230) <= 0.5
+    assert len(found) == 5
 
 
 @pytest.mark.slow
