@@ -1,8 +1,9 @@
 """What the book's pages have around their text.
 
 An extension of Sphinx: MathJax, but only the files that a page asks for; a description
-and a footer for each page; the minutes that each part takes to read; each chapter as a notebook to download; and no Thebe, which
-runs cells on another host, where this book goes nowhere.
+and a footer for each page; the minutes that each part takes to read; each chapter as a
+notebook to download; and no Thebe, which runs cells on another host, where this book
+goes nowhere.
 """
 
 import html

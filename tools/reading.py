@@ -54,9 +54,7 @@ def open_code(page: Path) -> list[int]:
     for cell in jupytext.read(page).cells:
         if cell.cell_type == "markdown" and cell.source.strip():
             runs.append(0)
-        elif cell.cell_type == "code" and not FOLDED & set(
-            cell.metadata.get("tags", [])
-        ):
+        elif not FOLDED & set(cell.metadata.get("tags", [])) and cell.source.strip():
             runs[-1] += len(cell.source.splitlines()) + 1
     return runs
 
@@ -65,6 +63,5 @@ if __name__ == "__main__":
     for caption, pages in parts().items():
         print(f"{caption}: {minutes(pages)} minutes")
         for page in pages:
-            print(
-                f"  {page.stem:12} {minutes([page]):3} {max(open_code(page)):4} lines"
-            )
+            lines = max(open_code(page))
+            print(f"  {page.stem:12} {minutes([page]):3} minutes, {lines:3} lines open")
