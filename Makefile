@@ -7,6 +7,7 @@
 # make experiments  run the paper's experiments; stop it when you like, it goes on
 # make mirror  write src/swindles/*.py from the chapters
 # make lock    compile constraints.txt anew
+# make wheel   what is released, into dist
 # make clean   remove what was built (.venv stays)
 #
 # EXTRA=cuda12 installs JAX for an NVIDIA GPU; PYTHON names another interpreter.
@@ -35,7 +36,7 @@ text := book _config.yml _toc.yml tools CITATION.cff
 fingerprint = { echo "$(SWINDLES_SCALE) $(extras)"; find $1 -type f ! -name '*.pyc' \
 	! -path '*/.*' | LC_ALL=C sort | xargs cksum; } | cksum
 
-.PHONY: book test quick gpu lint lab experiments mirror lock clean
+.PHONY: book test quick gpu lint lab experiments mirror lock wheel clean
 
 book: $(ready)
 	@$(call fingerprint,$(code)) | cmp -s - _build/.code || \
@@ -94,8 +95,11 @@ lock: $(bin)/uv
 		--all-extras --no-emit-index-url --no-emit-find-links --upgrade \
 		--custom-compile-command "make lock" pyproject.toml -o constraints.txt
 
+wheel: $(ready)
+	@rm -rf dist && $(bin)/uv build -q -o dist
+
 clean:
-	@rm -rf _build .pytest_cache .mypy_cache .ruff_cache
+	@rm -rf _build dist .pytest_cache .mypy_cache .ruff_cache
 	@find src tests tools benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(bin)/uv:

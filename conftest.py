@@ -120,6 +120,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         jax.config.update("jax_disable_most_optimizations", fast)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first: what is left at the end is short, and no worker waits."""
+    weights: dict[Path, int] = defaultdict(int)
+    for item in items:
+        slow = item.get_closest_marker("slow") is not None
+        if isinstance(item, Cell):  # exported cells only define
+            slow = "export" not in item.cell.metadata.get("tags", [])
+        weights[item.path] += 10 if slow else 1
+    items.sort(key=lambda item: -weights[item.path])
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """Keep the cells of a chapter in one process, in order, under ``pytest -n``."""
+    config.option.loadscopereorder = False
     return LoadFileScheduling(config, log)

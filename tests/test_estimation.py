@@ -13,9 +13,12 @@ import subprocess
 import sys
 import time
 import weakref
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +49,7 @@ from swindles.estimation import (
     describe_problem,
     draw_warnings,
     drop_half,
+    ends_differ,
     has_bias,
     has_drift,
     is_reached,
@@ -56,15 +60,18 @@ from swindles.estimation import (
     make_job,
     make_report,
     merge_rows,
+    points_fall_short,
     read_job,
     round_to_error,
     run_until_done,
+    spread_errors,
+    why_not_here,
     write_job,
 )
 from swindles.models import Model, make_problem
 from swindles.schemes import SCHEMES, Plan
 from swindles.targets import skewed
-from swindles.transport import Affine
+from swindles.transport import Affine, unit_map
 
 DIM, CHAINS, SEED = 3, 64, 7
 TARGET = skewed(DIM)
@@ -444,9 +451,96 @@ def test_other_files_are_refused(tmp_path):
     arrays, head = contents(tmp_path / "whole.npz")
     del arrays["run/rows/plus/total"]
     np.savez(tmp_path / "less.npz", **arrays, head=json.dumps(head))
-    for name in ("text", "foreign.npz", "half.npz", "less.npz", "missing"):
+    for name in ("text", "foreign.npz", "half.npz", "less.npz"):
         with pytest.raises(ValueError, match=f"{name} is not a run"):
             load(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        load(tmp_path / "missing")
+
+
+def rezipped(file, target, **options):
+    """The same file, packed otherwise."""
+    with zipfile.ZipFile(file) as old, zipfile.ZipFile(target, "w", **options) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+
+
+def test_damaged_files_are_refused_or_whole(tmp_path):
+    """None gives another run, none fails in the words of a library."""
+    file, bad = tmp_path / "run.npz", tmp_path / "bad.npz"
+    job = taken(2, "plain")
+    write_job(file, job, {})
+    whole, rng = bytearray(file.read_bytes()), np.random.default_rng(4)
+    damaged = [whole[: int(n)] for n in rng.integers(0, len(whole), 5)]
+    for _ in range(25):
+        part = bytearray(whole)
+        place = int(rng.integers(len(whole) - 8))
+        part[place : place + 8] = rng.bytes(8)
+        damaged.append(part)
+    central = whole.rindex(b"PK\x01\x02")
+    for offset, value in ((8, 1), (10, 99), (10, 14)):  # encrypted, unknown, LZMA
+        part = bytearray(whole)
+        part[central + offset] = value
+        damaged.append(part)
+    refused = 0
+    for part in damaged:
+        bad.write_bytes(part)
+        try:
+            back = read_job(bad)[0]
+        except ValueError as words:
+            assert "is not a run that swindles saved" in str(words)
+            refused += 1
+        else:
+            pairs = zip(jax.tree.leaves(job), jax.tree.leaves(back), strict=True)
+            assert all(np.array_equal(one, other) for one, other in pairs)
+    assert refused > 20
+    rezipped(file, bad, compression=zipfile.ZIP_LZMA)
+    assert np.array_equal(read_job(bad)[0].draws, job.draws)
+    np.save(tmp_path / "array.npy", np.ones(3))
+    with pytest.raises(ValueError, match="not a run"):
+        read_job(tmp_path / "array.npy")
+
+
+@pytest.mark.parametrize("where", ["arrays", "head"])
+def test_files_that_were_edited_are_refused(where, tmp_path):
+    file = tmp_path / "run.npz"
+    write_job(file, taken(2, "plain"), {})
+    arrays, head = contents(file)
+    if where == "arrays":
+        arrays["run/rows/plus/total"][0, 0] = np.nan
+    else:
+        head["others"]["dropped"] = 7
+    np.savez(file, **arrays, head=json.dumps(head))
+    with pytest.raises(ValueError, match="changed after it was written"):
+        read_job(file)
+
+
+def test_a_full_disk_ends_no_run_and_leaves_no_draft(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    task = Task(PROBLEM, TO_X, tmp_path / "run.npz", ABOUT)
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.warns(UserWarning, match="not saved: .*No space left"):
+        task.save(taken(2, "plain"))
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(OSError, match="No space"):
+        write_job(tmp_path / "run.npz", taken(2, "plain"), ABOUT)
+
+
+def test_two_threads_write_one_file(tmp_path):
+    file, jobs = tmp_path / "run.npz", [taken(2, "plain"), taken(3, "plain")]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda n: write_job(file, jobs[n % 2], {}), range(20)))
+    assert read_job(file)[0].run.steps in [job.run.steps for job in jobs]
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_what_a_call_cut_short_has_used_is_taken_off():
+    goal = Goal(None, 0.1, 60.0, 1e6)
+    assert goal.without(20.0, 4e5)[2:] == (40.0, 6e5)
+    assert goal.without(99.0, 4e6)[2:] == (1e-3, 1.0)
+    assert Goal(None, 0.1, None, None).without(99.0, 4e6)[2:] == (None, None)
 
 
 def test_a_file_of_another_run_is_refused(report, tmp_path):
@@ -584,7 +678,7 @@ def test_a_killed_run_ends_in_the_same_bits(tmp_path):
         SEED,
         relative=1e-7,
         seconds=None,
-        gradients=7 * before.length * CHAINS * 6,
+        gradients=(before.run.steps + 7 * before.length) * CHAINS * 6,
         scheme="antithetic",
         chains=CHAINS,
         dtype="float32",
@@ -737,16 +831,40 @@ def test_kernel_lowers_for_cuda():
 def test_keys_of_all_kinds():
     new = as_key(3)
     assert jnp.array_equal(jax.random.key_data(new), jax.random.PRNGKey(3))
-    for key in (jax.random.PRNGKey(3), jax.random.key(3), np.int64(3)):
+    for key in (jax.random.PRNGKey(3), jax.random.key(3), np.int64(3), jnp.array(3)):
         assert jnp.array_equal(
             jax.random.key_data(as_key(key)), jax.random.key_data(new)
         )
     other = as_key(jax.random.key(3, impl="rbg"))
     assert other.dtype == new.dtype and other != as_key(jax.random.key(4, impl="rbg"))
+    assert other == as_key(jax.random.key_data(jax.random.key(3, impl="rbg")))
+
+
+def test_errors_are_asked_for_by_name():
+    problem = make_problem(Model(bell, TWO), lambda x: {"a": x[0], "b": x})
+    names = {"b[1]": 3.0, "a": 1.0, "b[0]": 2.0}
+    for mcse in ([1, 2, 3], {"b": [2, 3], "a": 1}, names, np.array([1.0, 2, 3])):
+        assert spread_errors(problem, mcse).tolist() == [1, 2, 3]
+    assert spread_errors(problem, {"b": 2, "a": 1}).tolist() == [1, 2, 2]
+    assert spread_errors(problem, 0.1).tolist() == [0.1] * 3
+
+
+def test_a_call_inside_of_jit_is_refused():
+    def call(x):
+        return swindles.estimate(bell, x).estimate.mean
+
+    with pytest.raises(ValueError, match="outside"):
+        jax.jit(call)(TWO)
+    with pytest.raises(ValueError, match="outside"):
+        jax.grad(lambda x: call(x)[0])(TWO)
 
 
 def bell(x):
     return -jnp.sum(x**2) / 2
+
+
+def pair(x):
+    return {"a": x[0], "b": x[1]}
 
 
 TWO = jnp.zeros(2)
@@ -765,6 +883,23 @@ REFUSED = {
     "numpy": ((lambda x: np.sum(np.asarray(x)), TWO), {}, "jax.numpy"),
     "statistic": ((bell, TWO, lambda x: jnp.log(x[0] + 2)), {}, "is not finite"),
     "not finite": ((lambda x: jnp.log(x[0]), -1 - TWO), {}, "start elsewhere"),
+    "mcse text": ((bell, TWO), {"mcse": "small"}, "positive numbers"),
+    "mcse names": ((bell, TWO, pair), {"mcse": {"a": 1, "c": 1}}, "statistics are"),
+    "mcse missing": ((bell, TWO, pair), {"mcse": {"a": 1}}, "statistics are"),
+    "relative text": ((bell, TWO), {"relative": "x"}, "one positive number"),
+    "relative list": ((bell, TWO), {"relative": [0.1]}, "one positive number"),
+    "gradients": ((bell, TWO), {"gradients": [1]}, "one positive number"),
+    "chains text": ((bell, TWO), {"chains": "x"}, "whole number"),
+    "schemes": ((bell, TWO), {"scheme": np.array(["cva", "b"])}, "say one of"),
+    "dtype": ((bell, TWO), {"dtype": int}, "say .float32"),
+    "file": ((bell, TWO), {"file": 3}, "name of a file"),
+    "no directory": ((bell, TWO), {"file": "/no/such/run.npz"}, "does not exist"),
+    "directory": ((bell, TWO), {"file": os.curdir}, "is a directory"),
+    "no map": ((bell, TWO), {"transport": 3}, "must be a map"),
+    "map of three": ((bell, TWO), {"transport": unit_map(np.ones(3))}, "2 dimensions"),
+    "key": ((bell, TWO), {"key": 3.5}, "whole number or one key"),
+    "keys": ((bell, TWO), {"key": jax.random.split(jax.random.key(0))}, "one key"),
+    "large key": ((bell, TWO), {"key": 2**70}, "whole number"),
 }
 
 
@@ -872,8 +1007,66 @@ def test_a_map_of_ones_own_is_used(tmp_path):
 
 
 def crescent(x):
+    """Its expectations are 0, 9 and 0."""
     """Far from any Gaussian; its truth: means 0, 9, 0."""
     return -0.5 * (x[0] / 3) ** 2 - 0.5 * (x[1] - x[0] ** 2) ** 2 - 0.5 * x[2] ** 2
+
+
+def arc(number, reach):
+    """Draws of ``crescent`` of which the first coordinate is within the reach."""
+    draws = np.random.default_rng(5).normal(size=(number, 3)) * [3, 1, 1]
+    draws[:, 1] += draws[:, 0] ** 2
+    return draws[np.abs(draws[:, 0]) < reach]
+
+
+def job_of(draws, pareto_k=0.6, mixture=None):
+    run = SimpleNamespace(pareto_k=np.array([pareto_k]))
+    return SimpleNamespace(draws=draws, key=(1, 2), run=run, mixture=mixture)
+
+
+@pytest.mark.slow
+def test_points_that_end_too_early_are_seen_by_chains_that_go_on(monkeypatch):
+    """A twentieth lies beyond; the mean is 23 % too small without."""
+    problem = make_problem(Model(crescent, jnp.zeros(3)))
+    assert points_fall_short(job_of(arc(1100, 6)[:1024]), problem)
+    assert not points_fall_short(job_of(arc(1024, 99)), problem)
+    monkeypatch.setattr(estimation, "WALK_WORK", 1.0)
+    assert not points_fall_short(job_of(arc(1100, 6)[:1024]), problem)
+
+
+def test_the_ends_of_draws_are_compared():
+    """Alarms are as rare as promised where both are the same, whatever the law."""
+    rng = np.random.default_rng(6)
+    before, after = rng.exponential(size=(2, 500, 400))
+    assert not ends_differ(before, after).any()
+    assert not ends_differ(*rng.standard_cauchy((2, 500, 400))).any()
+    alarms = [ends_differ(*rng.normal(size=(2, 200, 1))).any() for _ in range(500)]
+    assert np.mean(alarms) < 0.01
+    after[:, 0] += 5
+    assert np.flatnonzero(ends_differ(before, after)).tolist() == [0]
+    assert ends_differ(before, 3 * after).all()
+    normal = rng.normal(size=(2, 500, 400))
+    assert not ends_differ(
+        3 * normal[0], normal[1]
+    ).any()  # only what is missing counts
+
+
+def test_which_points_are_followed_by_chains(monkeypatch):
+    looked = []
+    monkeypatch.setattr(estimation, "why_not_points", lambda job, clock: job.doubt)
+    monkeypatch.setattr(
+        estimation, "points_fall_short", lambda job, problem: looked.append(1) or True
+    )
+    task = Task(PROBLEM, TO_X, None, ABOUT)
+
+    def why(doubt="", **change):
+        job = job_of(None, **change)
+        job.doubt = doubt
+        return why_not_here(job, task, Clock())
+
+    assert why(pareto_k=0.4) == "" and why("poor") == "poor" and not looked
+    assert "farther" in why() and "farther" in why(pareto_k=0.1, mixture=1)
+    assert len(looked) == 2
 
 
 @pytest.mark.slow
@@ -889,7 +1082,7 @@ def test_a_flow_is_fitted_where_the_map_is_far_from_right(tmp_path, monkeypatch)
     )
     assert "flow" in found.job.stages and "a flow was fitted: keep it" in str(found)
     error = np.abs(found.estimate.mean - [0, 9, 0]) / found.estimate.mcse
-    assert found.job.scheme in SCHEMES and (error < 4.5).all()
+    assert found.job.scheme in SCHEMES and (not found.trusted or (error < 4.5).all())
     again = load(file, crescent, jnp.zeros(3))
     z = jnp.ones(3)
     assert np.allclose(again.transport(z), found.transport(z), rtol=1e-6)

@@ -85,6 +85,38 @@ def test_pymc_has_the_same_density_and_names():
     assert make_problem(model).names == ["b[0]", "b[1]", "rate", "twice"]
 
 
+def test_numpyro_starts_where_it_is_told():
+    model = from_numpyro(counts, Y, init={"rate": 3.0, "b": jnp.array([0.5, -1.0])})
+    values = model.constrain(model.position)
+    assert np.allclose(values["rate"], 3, rtol=1e-5)
+    assert np.allclose(values["b"], [0.5, -1])
+    with pytest.raises(ValueError, match="and the sites are"):
+        from_numpyro(counts, Y, init={"a": 1.0})
+
+
+@pytest.mark.slow
+def test_pymc_names_entries_by_its_coordinates():
+    import pymc as pm
+
+    with pm.Model(coords={"school": ["north", "south"]}) as schools:
+        theta = pm.Normal("theta", 0, 1, dims="school")
+        pm.Exponential("x__", 1)  # no coordinate of PyMC's own
+        pm.Normal("y", theta, 1, observed=[1.0, 2.0])
+    problem = make_problem(from_pymc(schools))
+    assert problem.names == ["theta[north]", "theta[south]", "x__"]
+
+
+@pytest.mark.slow
+def test_what_pymc_cannot_translate_is_refused_in_words():
+    import pymc as pm
+
+    with pm.Model() as partly:
+        some = pm.Minibatch(np.arange(50.0), batch_size=10)
+        pm.Normal("y", pm.Normal("x", 0, 1), 1, observed=some, total_size=50)
+    with pytest.raises(ValueError, match="all the data, not a Minibatch"):
+        from_pymc(partly)
+
+
 def test_discrete_pymc_variables_are_refused():
     import pymc as pm
 

@@ -17,6 +17,7 @@ import pytest
 import reading
 import yaml
 
+import swindles
 from swindles import style
 
 ROOT = Path(__file__).parents[1]
@@ -376,4 +377,21 @@ def test_readme_example_gives_what_the_readme_shows():
     assert list(here) == list(there) and len(here) == 5
     for name, (mean, error) in here.items():
         assert abs(mean - there[name][0]) < 6 * error < 6e-4
-    assert "Do not trust" not in done.stdout and "Not there" not in done.stdout
+    said, told = (re.findall("[a-zA-Z_]{2,}", text) for text in (done.stdout, shown))
+    assert said == told, "paste it anew"
+
+
+def test_one_version():
+    """In the package, its citation and its list of changes."""
+    (citation,) = re.findall(
+        r"^version: (.*)", (ROOT / "CITATION.cff").read_text(), re.M
+    )
+    changes = re.findall(r"^## (.*)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert swindles.__version__ == citation == changes[0]
+
+
+def test_workflows_run_targets_that_exist():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    for file in (ROOT / ".github" / "workflows").glob("*.yml"):
+        steps = re.findall(r"run: make (\w+)", file.read_text())
+        assert steps and set(steps) <= targets, file

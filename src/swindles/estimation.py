@@ -3,13 +3,13 @@
 Mirrored from book/estimation.md: edit there, then run `make mirror`.
 """
 
+import hashlib
 import html
 import json
 import os
 import threading
 import time
 import warnings
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,6 +43,7 @@ from swindles.choice import (
     LEAST_EFFICIENCY,
     Choice,
     choose_scheme,
+    count_work,
     find_map,
     key_seed,
 )
@@ -99,8 +100,15 @@ class Goal(NamedTuple):
         """The errors asked for, from the posterior's standard deviations."""
         found = np.full(sd.size, np.inf) if self.mcse is None else self.mcse
         if self.relative is not None:
-            found = np.minimum(found, self.relative * np.where(sd > 0, sd, np.inf))
+            moving = np.where(sd > 0, np.where(np.isfinite(sd), sd, 0.0), np.inf)
+            found = np.minimum(found, self.relative * moving)
         return found
+
+    def without(self, seconds: float, gradients: float) -> "Goal":
+        """The same, when so much of the budget is used up."""
+        time = self.seconds and max(self.seconds - seconds, 1e-3)
+        work = self.gradients and max(self.gradients - gradients, 1.0)
+        return self._replace(seconds=time, gradients=work)
 
     def is_spent(self, seconds: float, gradients: float) -> bool:
         """Whether the budget is used up."""
@@ -109,27 +117,73 @@ class Goal(NamedTuple):
         )
 
 
+def positive(name: str, value: Any) -> float | None:
+    """A positive number, or None; or a ValueError.
+
+    Examples
+    --------
+    >>> positive("seconds", np.int64(3)), positive("seconds", None)
+    (3.0, None)
+    """
+    if value is None:
+        return None
+    try:
+        number = np.nan if isinstance(value, str) or np.ndim(value) else float(value)
+    except (TypeError, ValueError):
+        number = np.nan
+    if not (np.isfinite(number) and number > 0):
+        raise ValueError(f"{name} must be one positive number, got {value!r}")
+    return number
+
+
+def spread_errors(problem: Problem, mcse: Any) -> Float[np.ndarray, " statistics"]:
+    """The standard error asked for of each statistic; or a ValueError.
+
+    ``mcse`` is one number, or as many as there are statistics; in the shape of the
+    statistics, or by their names.
+
+    Examples
+    --------
+    >>> problem = make_problem(Model(lambda x: -x["a"] @ x["a"], {"a": jnp.ones(2)}))
+    >>> for mcse in (0.1, [0.1, 0.2], {"a": 0.1}, {"a[1]": 0.2, "a[0]": 0.1}):
+    ...     print(spread_errors(problem, mcse))
+    [0.1 0.1]
+    [0.1 0.2]
+    [0.1 0.1]
+    [0.1 0.2]
+    """
+    names, parts, shapes = problem.names, [mcse], [(len(problem.names),)]
+    leaves, form = jax.tree.flatten(mcse, is_leaf=lambda x: isinstance(x, list))
+    if str(form) == str(jax.tree.structure(problem.shapes)):
+        parts, shapes = leaves, [leaf.shape for leaf in jax.tree.leaves(problem.shapes)]
+    elif isinstance(mcse, dict):
+        if set(mcse) != set(names):
+            raise ValueError(f"mcse has {list(mcse)}, and the statistics are {names}")
+        parts = [[mcse[name] for name in names]]
+    try:
+        pairs = zip(parts, shapes, strict=True)
+        each = [np.broadcast_to(np.asarray(x, float), at).ravel() for x, at in pairs]
+    except (TypeError, ValueError) as error:
+        entries = sum(np.size(x) for x in leaves)
+        raise ValueError(
+            f"mcse must be positive numbers, for {len(names)} statistics; it has "
+            f"{entries} entries: {mcse!r}"
+        ) from error
+    found = np.concatenate(each)
+    if not (np.isfinite(found) & (found > 0)).all():
+        raise ValueError(f"mcse must be positive, got {mcse}")
+    return found
+
+
 def make_goal(
-    problem: Problem,
-    mcse: Any,
-    relative: float | None,
-    seconds: float | None,
-    gradients: float | None,
+    problem: Problem, mcse: Any, relative: Any, seconds: Any, gradients: Any
 ) -> Goal:
     """Check what is asked for; by default 1 % of the posterior's deviation."""
-    numbers = {"relative": relative, "seconds": seconds, "gradients": gradients}
-    for name, value in numbers.items():
-        if value is not None and not (np.isfinite(value) and value > 0):
-            raise ValueError(f"{name} must be a positive number, got {value}")
+    relative = positive("relative", relative)
+    budget = positive("seconds", seconds), positive("gradients", gradients)
     if mcse is None:
-        return Goal(None, 0.01 if relative is None else relative, seconds, gradients)
-    size, leaves = len(problem.names), [np.ravel(x) for x in jax.tree.leaves(mcse)]
-    each = np.concatenate(leaves).astype(np.float64)
-    if each.size not in (1, size):
-        raise ValueError(f"mcse has {each.size} entries for {size} statistics")
-    if not (np.isfinite(each) & (each > 0)).all():
-        raise ValueError(f"mcse must be positive, got {mcse}")
-    return Goal(np.broadcast_to(each, size), relative, seconds, gradients)
+        return Goal(None, 0.01 if relative is None else relative, *budget)
+    return Goal(spread_errors(problem, mcse), relative, *budget)
 
 
 class Stage(NamedTuple):
@@ -235,6 +289,7 @@ class PointJob(NamedTuple):
     reason: str = ""  # why the map itself would not do
     whitened: bool = False  # whether its coordinates are standard normal a priori
     second: SecondLook | None = None  # what other points say
+    used: Stage = Stage(0.0, 0.0)  # by a call that was cut short
 
     @property
     def scheme(self) -> str:
@@ -437,6 +492,7 @@ class Job(NamedTuple):
     whitened: bool = False  # whether its coordinates are standard normal a priori
     further: str = ""  # a statistic of which finer chains find other extremes
     flow: dict | None = None  # the map, when it is a flow that was fitted on the way
+    used: Stage = Stage(0.0, 0.0)  # by a call that was cut short
 
     @property
     def swindled(self) -> Moments:
@@ -954,7 +1010,8 @@ class Report:
         ]
         if job.findings.other_mode == np.inf:
             far = f"from up to {FARTHEST:.0f} standard deviations out"
-            lines.insert(1, f"climbers {far} found no other mode")
+            kind = "other" if getattr(job, "mixture", None) is None else "further"
+            lines.insert(1, f"climbers {far} found no {kind} mode")
         hidden = len(self.names) - MOST_LINES
         if hidden > 0:
             lines.insert(0, f"... and {hidden} more")
@@ -1088,7 +1145,7 @@ class Report:
 
 
 # The format of the files.
-VERSION = 6
+VERSION = 7
 
 
 # A run is saved when this many seconds have passed since it was saved last.
@@ -1123,6 +1180,22 @@ def nested(named: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
+def digest_of(head: dict, arrays: dict[str, np.ndarray]) -> str:
+    """A number that changes when anything in a file does, but for the order.
+
+    Examples
+    --------
+    >>> digest_of({}, {"a": np.zeros(2)}) == digest_of({}, {"a": np.array([0, np.nan])})
+    False
+    """
+    digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
 def write_job(path: str | Path, job: Job | PointJob, about: dict) -> None:
     """Write a job to a file, all of it or nothing, every number under its name."""
     parts = dict(named_parts(job))
@@ -1133,14 +1206,18 @@ def write_job(path: str | Path, job: Job | PointJob, about: dict) -> None:
     }
     others = {name: x for name, x in parts.items() if name not in arrays}
     head = {"swindles": VERSION, "about": about, "others": others}
-    path = Path(path)
-    draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
-    with draft.open("wb") as file:
-        everything: dict[str, Any] = {"head": json.dumps(head)} | arrays
-        np.savez(file, **everything)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    words: dict[str, Any] = {"head": json.dumps(head)}
+    words["digest"] = digest_of(head, arrays)
+    path, writer = Path(path), f"{os.getpid()}.{threading.get_ident()}"
+    draft = path.with_name(f"{path.name}.{writer}.draft")
+    try:
+        with draft.open("wb") as file:
+            np.savez(file, **(arrays | words))
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def rebuild_job(tree: dict[str, Any]) -> Job | PointJob:
@@ -1149,6 +1226,7 @@ def rebuild_job(tree: dict[str, Any]) -> Job | PointJob:
         "goal": Goal(**tree["goal"]),
         "transport": Affine(**tree["transport"]) if tree["transport"] else None,
         "findings": Findings(**tree["findings"]),
+        "used": Stage(**tree["used"]),
         "stages": {name: Stage(**x) for name, x in tree.get("stages", {}).items()},
     }
     if "plan" not in tree:
@@ -1174,22 +1252,22 @@ def rebuild_job(tree: dict[str, Any]) -> Job | PointJob:
     return Job(**tree | changed)
 
 
-# What reading anything else may raise.
-NO_RUN = (ValueError, KeyError, TypeError, OSError, EOFError, zipfile.BadZipFile)
-
-
 def read_job(path: str | Path) -> tuple[Job | PointJob, dict]:
-    """Read what ``write_job`` wrote, and what it is about."""
+    """Read what ``write_job`` wrote, and what it is about; or a ValueError."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            head = json.loads(str(file["head"]))
-            arrays = {name: file[name] for name in file.files if name != "head"}
+            arrays = {name: file[name] for name in file.files}
+        head, digest = json.loads(str(arrays.pop("head"))), arrays.pop("digest", None)
         version = head["swindles"]
         if version == VERSION:
+            if digest != digest_of(head, arrays):
+                raise ValueError("it was changed after it was written")
             return rebuild_job(nested(arrays | head["others"])), head["about"]
-    except NO_RUN as reason:
+    except FileNotFoundError:
+        raise
+    except Exception as reason:  # whatever a damaged file makes its readers do
         raise ValueError(
-            f"{path} is not a run that was saved by swindles, or it is damaged"
+            f"{path} is not a run that swindles saved, or it is damaged: {reason}"
         ) from reason
     raise ValueError(
         f"{path} has format {version}, and this version of swindles reads only format "
@@ -1218,9 +1296,12 @@ class Task(NamedTuple):
         return job._replace(transport=None) if self.own else job
 
     def save(self, job: Job | PointJob) -> None:
-        """Write the job to the file, if there is one."""
-        if self.file:
-            write_job(self.file, job, self.about)
+        """Write the job to the file, if there is one; a full disk does not end it."""
+        try:
+            if self.file:
+                write_job(self.file, job, self.about)
+        except OSError as reason:
+            warnings.warn(f"the run is not saved: {reason}", stacklevel=2)
 
 
 def all_warnings(job: Job | PointJob, found: Estimate) -> list[str]:
@@ -1313,6 +1394,85 @@ def point_space(request: Request, task: Task) -> tuple[Evaluator, Affine]:
     return task.problem.evaluator(), task.transport
 
 
+def walk_program(problem: Problem) -> Callable:
+    """From a key, places, a step size and a number of steps to where HMC gets.
+
+    And how often it accepts.
+    """
+
+    def walk(key: Array, z: Array, size: float, leaps: int, steps: int) -> Any:
+        algorithm = hmc(size, leaps)(problem.logdensity)
+
+        def update(total: Array, states: Any, infos: Any) -> Array:
+            return total + infos.is_accepted.mean()
+
+        states, none = jax.vmap(algorithm.init)(z), jnp.zeros((), z.dtype)
+        end = take_steps(key, states, none, 0, steps, algorithm.step, update)
+        return end[0].position, end[1] / steps
+
+    return jax.jit(walk)
+
+
+# How many ends to compare.
+ENDS = 32
+
+
+def ends_differ(
+    before: Float[np.ndarray, "draws statistics"],
+    after: Float[np.ndarray, "draws statistics"],
+) -> Bool[np.ndarray, " statistics"]:
+    """Of which statistics the farthest values are ``after``, beyond chance.
+
+    Examples
+    --------
+    >>> draws = np.random.default_rng(0).normal(size=(2, 1000, 1))
+    >>> [ends_differ(draws[0], scale * draws[1]).tolist() for scale in (1, 2)]
+    [[False], [True]]
+    """
+    from scipy.stats import binom  # slow to import
+
+    both, number = np.concatenate([before, after]), before.shape[1]
+    order = np.argsort(both, axis=0, kind="stable")
+    late = np.stack([order[:ENDS], order[-ENDS:]]) >= len(before)
+    most = binom.isf(FALSE_ALARM / 2 / number, ENDS, 0.5)
+    return (late.sum(1) > most).any(0)
+
+
+# Leapfrog steps of the chains that go on, operations that they may take, most steps.
+WALK_LEAPS, WALK_WORK, LONGEST_WALK = 32, 1e10, 512
+
+
+def points_fall_short(job: PointJob, problem: Problem) -> bool:
+    """Whether chains that go on from the points of a job get farther than they do."""
+    z = jnp.asarray(job.draws.reshape(-1, problem.dim), problem.position.dtype)
+    work = count_work(problem).target * len(z) * WALK_LEAPS
+    steps = min(int(WALK_WORK / work), LONGEST_WALK)
+    if steps < 8:  # too few to get anywhere
+        return False
+    key = jax.random.key(int(np.random.default_rng([*job.key, 7]).integers(2**31)))
+    program, size, accepted = walk_program(problem), 1.0, 0.0
+    while accepted < 0.98 and size > 1e-4:
+        size /= 2
+        accepted = float(program(key, z, size, 1, 1)[1])
+    moved, _ = program(jax.random.fold_in(key, 1), z, size, WALK_LEAPS, steps)
+    see = jax.jit(lambda z: jax.lax.map(problem.statistic, z, batch_size=256))
+    return bool(ends_differ(np.asarray(see(z)), np.asarray(see(moved))).any())
+
+
+# Pareto k above which points of a map are looked at so.
+SAFE_K = 0.5
+
+
+def why_not_here(job: PointJob, task: Task, clock: Clock) -> str:
+    """Why weighted points will not do, chains that go on from them included."""
+    reason = why_not_points(job, clock)
+    if reason or (job.mixture is None and job.run.pareto_k.max() <= SAFE_K):
+        return reason
+    with clock.stage("check"):
+        short = points_fall_short(job, task.problem.through(task.transport))
+    return "chains that go on from its points get farther than they" if short else ""
+
+
 def map_points(
     request: Request, task: Task, findings: Findings, clock: Clock
 ) -> tuple[PointJob | None, str]:
@@ -1325,7 +1485,7 @@ def map_points(
         return None, f"the map is poor, its weights are worth {findings.efficiency:.1%}"
     with clock.stage("importance", lambda: evaluate.gradients):
         job = first_points(request, evaluate, inner, findings)
-        return task.owned(job), why_not_points(job, clock)
+    return task.owned(job), why_not_here(job, task, clock)
 
 
 def try_mixture(
@@ -1337,7 +1497,7 @@ def try_mixture(
         return None
     with clock.stage("mixture", lambda: evaluate.gradients):
         job = mixture_points(request, evaluate, inner, findings, reason)
-    return None if job is None or why_not_points(job, clock) else task.owned(job)
+    return None if job is None or why_not_here(job, task, clock) else task.owned(job)
 
 
 def map_task(
@@ -1494,6 +1654,14 @@ def another_way(
     return chain_job(request, task, job.findings, reason, clock)
 
 
+def with_costs(job: Any, earlier: Any, clock: Clock, gradients: float) -> Any:
+    """The job with what it has cost, and what a call that is cut short has used."""
+    stages = add_stages(earlier.stages, clock.all_stages())
+    seconds, before = earlier.used
+    used = Stage(seconds + clock.seconds, before + gradients)
+    return job._replace(stages=stages, used=used, whitened=earlier.whitened)
+
+
 def run_until_done(
     job: Any, task: Task, clock: Clock, request: Request | None = None
 ) -> Report:
@@ -1501,12 +1669,11 @@ def run_until_done(
 
     Where weighted points turn out not to do, a request leaves room for chains.
     """
-    engine, saved, earlier = make_engine(job, task), -np.inf, job.stages
-    spent, done, job = begin_blocks(job, clock)
+    engine, earlier = make_engine(job, task), job._replace(whitened=task.whitened)
+    (spent, done, job), saved = begin_blocks(job, clock), -np.inf
 
     def now() -> Any:
-        stages = add_stages(earlier, clock.all_stages())
-        return job._replace(stages=stages, whitened=task.whitened)
+        return with_costs(job, earlier, clock, job.gradients - spent)
 
     task.save(now())
     try:
@@ -1520,11 +1687,12 @@ def run_until_done(
             job = add_history(job, found, clock.seconds)
             over = job.goal.is_spent(clock.seconds, job.gradients - spent)
             done = is_reached(job, found) or (over and len(job.draws) > 3)
-            if done or clock.seconds - saved > SAVE_EVERY:
+            if not done and clock.seconds - saved > SAVE_EVERY:
                 task.save(now())
                 saved = clock.seconds
             show_progress(clock.bar, found, job.goal)
         job = check_job(job, task, clock)
+        task.save(now()._replace(used=Stage(0.0, 0.0)))
     except KeyboardInterrupt:
         if len(job.draws) < 2:
             raise
@@ -1583,8 +1751,10 @@ def show_progress(bar: Any, estimate: Estimate, goal: Goal) -> None:
 def check_options(scheme: str | None, num_chains: int, dim: int) -> None:
     """Raise ValueError for a scheme that there is not, or chains that do not fit."""
     names = ("importance", *CANDIDATES)
-    if scheme is not None and scheme not in names:
+    if scheme is not None and not (isinstance(scheme, str) and scheme in names):
         raise ValueError(f"scheme is {scheme!r}: say one of {', '.join(names)}")
+    if not isinstance(num_chains, int | np.integer):
+        raise ValueError(f"chains must be a whole number, got {num_chains!r}")
     if num_chains < 16:
         raise ValueError(
             f"{num_chains} chains are too few: the spread between chains measures the "
@@ -1595,6 +1765,38 @@ def check_options(scheme: str | None, num_chains: int, dim: int) -> None:
             f"{num_chains} chains in {dim} dimensions do not fit into memory: use "
             f"{int(2e6 / dim)} chains, or fewer dimensions if that is less than 16"
         )
+
+
+def as_file(file: Any) -> str | Path | None:
+    """The name of a file where a run can be saved, or None; or a ValueError."""
+    if file is None:
+        return None
+    if not isinstance(file, str | os.PathLike):
+        raise ValueError(f"file must be the name of a file, got {file!r}")
+    if Path(file).is_dir():
+        raise ValueError(f"{file} is a directory: name a file in it")
+    if not Path(file).absolute().parent.is_dir():
+        raise ValueError(f"{file} is in a directory that does not exist: make it")
+    return Path(file)
+
+
+def as_map(transport: Any, problem: Problem) -> Transport | None:
+    """A map to the space of the position, or None; or a ValueError."""
+    if transport is None:
+        return None
+    if not callable(transport) or not hasattr(transport, "with_log_det"):
+        raise ValueError(f"transport must be a map, such as Affine, got {transport!r}")
+    where = f"in the {problem.dim} dimensions of the position"
+    try:
+        found = jax.eval_shape(transport.with_log_det, problem.position)
+    except Exception as error:
+        raise ValueError(f"the transport fails {where}: {error}") from error
+    if jax.tree.map(lambda x: x.shape, found) != ((problem.dim,), ()):
+        raise ValueError(
+            f"the transport returns {found} {where}: it must return a point there, and "
+            "the log-determinant"
+        )
+    return transport
 
 
 def as_model(model: Any, position: Any) -> Model:
@@ -1608,12 +1810,18 @@ def as_model(model: Any, position: Any) -> Model:
 
 def as_key(key: Any) -> Array:
     """A random key of JAX's default kind, from a seed or a key of any kind."""
-    if isinstance(key, int | np.integer):
+    if isinstance(jnp.zeros(()), jax.core.Tracer):
+        raise ValueError("estimate cannot run inside of jit or grad: call it outside")
+    key = key if isinstance(key, Array) else np.asarray(key)
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0:
+        usual = key.dtype == jax.random.key(0).dtype
+        return key if usual else jax.random.key(jax.random.bits(key))
+    if key.ndim == 0 and key.dtype.kind in "iu":
         return jax.random.key(int(key))
-    if jnp.issubdtype(key.dtype, jnp.unsignedinteger):
-        key = jax.random.wrap_key_data(key)
-    usual = key.dtype == jax.random.key(0).dtype
-    return key if usual else jax.random.key(jax.random.bits(key))
+    if key.dtype == np.uint32 and key.shape in ((2,), (4,)):
+        kind = "threefry2x32" if key.size == 2 else "rbg"
+        return as_key(jax.random.wrap_key_data(key, impl=kind))
+    raise ValueError(f"key must be a whole number or one key of jax.random, got {key}")
 
 
 def describe_problem(problem: Problem) -> dict:
@@ -1672,7 +1880,8 @@ def take_up_or_set_up(request: Request, task: Task, clock: Clock) -> tuple[Any, 
         return set_up(request, task, clock)
     job, to_x = read_same_job(task.file, task.about, task.transport)
     task = task.in_other_coordinates() if job.whitened and task.whiten else task
-    return job._replace(goal=request.goal), task._replace(transport=to_x)
+    goal = request.goal.without(*job.used)
+    return job._replace(goal=goal), task._replace(transport=to_x)
 
 
 def other_problem(model: Model, statistics: Any) -> Callable[[], Problem] | None:
@@ -1693,6 +1902,7 @@ def precision_of(problem: Problem) -> Any:
 
 def wants_double(model: Model, dtype: str | None) -> bool:
     """Whether to compute in double precision; or a ValueError."""
+    dtype = getattr(dtype, "__name__", dtype)  # np.float64, say
     if dtype not in (None, "float32", "float64"):
         raise ValueError(f'dtype is {dtype!r}: say "float32" or "float64"')
     if dtype is not None or jax.default_backend() != "cpu":
@@ -1771,7 +1981,7 @@ def estimate(
     >>> report.reached, report.trusted, report.names
     (True, True, ['x[0]', 'x[1]'])
     """
-    clock, key = Clock(), as_key(key)
+    clock, key, file = Clock(), as_key(key), as_file(file)
     import_early("scipy.stats.qmc")
     given = as_model(model, position)
     with jax.enable_x64(wants_double(given, dtype)), clock, calm_numbers(given.dim):
@@ -1780,7 +1990,7 @@ def estimate(
         goal = make_goal(problem, mcse, relative, seconds, gradients)
         check_options(scheme, chains, problem.dim)
         options = {"chains": chains, "scheme": scheme, "key": key_seed(key)}
-        parts = transport, file, describe_problem(problem) | options
+        parts = as_map(transport, problem), file, describe_problem(problem) | options
         task = Task(problem, *parts, other_problem(given, statistics))
         task = task._replace(own=transport is not None)
         request = Request(key, goal, scheme, chains)

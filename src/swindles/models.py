@@ -6,6 +6,7 @@ Mirrored from book/models.md: edit there, then run `make mirror`.
 from collections.abc import Callable
 from functools import cache, partial, reduce
 from importlib import import_module
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
@@ -42,6 +43,8 @@ class Model(NamedTuple):
     whitened
         Makes the same posterior in coordinates that are standard normal under the
         prior; ``None`` where nobody knows how.
+    labels
+        By the name of a value, what to call the entries along each of its axes.
 
     Examples
     --------
@@ -57,6 +60,7 @@ class Model(NamedTuple):
     held_out: Callable[[Any], Array] | None = None
     truth: dict[str, Float[np.ndarray, " dim"]] | None = None
     whitened: Callable[[], "Model"] | None = None
+    labels: dict[str, list[list[str]]] | None = None
 
     @property
     def dim(self) -> int:
@@ -85,11 +89,13 @@ def need(module: str, extra: str) -> Any:
 WHITE = "_whitened"
 
 
-def from_numpyro(model: Callable, *args: Any, **kwargs: Any) -> Model:
+def from_numpyro(
+    model: Callable, *args: Any, init: dict[str, Any] | None = None, **kwargs: Any
+) -> Model:
     """A NumPyro model, called with these arguments, as a ``Model``.
 
     Statistics see a dictionary of the constrained values of all sites that are not
-    observed, deterministic ones included.
+    observed, deterministic ones included. ``init`` has values of sites to start from.
 
     Examples
     --------
@@ -102,16 +108,25 @@ def from_numpyro(model: Callable, *args: Any, **kwargs: Any) -> Model:
     >>> sorted(model.constrain({"rate": jnp.zeros(())}))
     ['rate']
     """
-    usual = trace_numpyro(model, args, kwargs)
+    usual = trace_numpyro(model, args, kwargs, init)
+    unknown = sorted(set(init or {}) - set(usual.position))
+    if unknown:
+        sites = list(usual.position)
+        raise ValueError(f"init has {unknown}, and the sites are {sites}")
     return usual._replace(
         whitened=cache(lambda: trace_numpyro(whiten_sites(model), args, kwargs))
     )
 
 
-def trace_numpyro(model: Callable, args: tuple, kwargs: dict) -> Model:
+def trace_numpyro(
+    model: Callable, args: tuple, kwargs: dict, init: dict[str, Any] | None = None
+) -> Model:
     """A NumPyro model as a ``Model``, in the coordinates of its sites."""
     util = need("numpyro.infer.util", "numpyro")
-    start = need("numpyro.infer", "numpyro").init_to_uniform(radius=0.1)
+    infer = need("numpyro.infer", "numpyro")
+    start = infer.init_to_uniform(radius=0.1)
+    if init:
+        start = infer.init_to_value(values=init)
     key = jax.random.key(0)
     options = {"init_strategy": start, "validate_grad": False}  # we do that ourselves
     found, potential, constrain, _ = util.initialize_model(
@@ -123,6 +138,15 @@ def trace_numpyro(model: Callable, args: tuple, kwargs: dict) -> Model:
         return {k: v for k, v in values.items() if not k.endswith(WHITE)}
 
     return Model(lambda position: -potential(position), found.z, seen)
+
+
+def pymc_labels(model: Any) -> dict[str, list[list[str]]]:
+    """What the coordinates of a PyMC model call the entries of its variables."""
+    return {
+        name: [list(map(str, model.coords[dim])) for dim in dims]
+        for name, dims in model.named_vars_to_dims.items()
+        if all(model.coords.get(dim) is not None for dim in dims)
+    }
 
 
 def from_pymc(model: Any) -> Model:
@@ -146,9 +170,16 @@ def from_pymc(model: Any) -> Model:
     if model.discrete_value_vars:
         raise ValueError(f"{model.discrete_value_vars} are discrete: sum them out")
     names = [variable.name for variable in model.value_vars]
-    wanted = [v for v in model.unobserved_value_vars if not v.name.endswith("__")]
-    logdensity = bridge.get_jaxified_logp(model)
-    values = bridge.get_jaxified_graph(inputs=model.value_vars, outputs=wanted)
+    moved = [model.rvs_to_values[x] for x, t in model.rvs_to_transforms.items() if t]
+    wanted = [v for v in model.unobserved_value_vars if v not in moved]
+    try:
+        logdensity = bridge.get_jaxified_logp(model)
+        values = bridge.get_jaxified_graph(inputs=model.value_vars, outputs=wanted)
+    except (ValueError, NotImplementedError) as error:
+        raise ValueError(
+            f"PyMC cannot make JAX functions of the model ({error}): give it all the "
+            "data, not a Minibatch, and only distributions that PyMC knows in JAX"
+        ) from error
 
     def constrain(position: dict) -> dict:
         found = values(*(position[name] for name in names))
@@ -156,11 +187,16 @@ def from_pymc(model: Any) -> Model:
 
     initial = model.initial_point()
     start = {name: jnp.asarray(initial[name], float) for name in names}
-    return Model(lambda p: logdensity([p[name] for name in names]), start, constrain)
+    model_of = partial(Model, labels=pymc_labels(model))
+    return model_of(lambda p: logdensity([p[k] for k in names]), start, constrain)
 
 
-def name_numbers(tree: Any) -> list[str]:
+def name_numbers(
+    tree: Any, labels: dict[str, list[list[str]]] | None = None
+) -> list[str]:
     """A name for every number in a pytree.
+
+    ``labels`` are those of the entries along each axis, by the name of a leaf.
 
     Examples
     --------
@@ -168,11 +204,17 @@ def name_numbers(tree: Any) -> list[str]:
     ['a[0]', 'a[1]', 'b']
     >>> name_numbers(np.zeros((1, 2)))
     ['x[0, 0]', 'x[0, 1]']
+    >>> name_numbers({"height": np.zeros(2)}, {"height": [["Ann", "Bob"]]})
+    ['height[Ann]', 'height[Bob]']
     """
-    names = []
+    names: list[str] = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator=".") or "x"
-        names += [name + str(list(i)) * bool(i) for i in np.ndindex(leaf.shape)]
+        axes = [list(map(str, range(size))) for size in leaf.shape]
+        own = (labels or {}).get(name, axes)
+        axes = own if [len(axis) for axis in own] == list(leaf.shape) else axes
+        places = [f"[{', '.join(place)}]" for place in product(*axes)]
+        names += [name + place for place in places] if axes else [name]
     return names
 
 
@@ -305,6 +347,8 @@ def as_floats(position: Any) -> Any:
             "the position is empty: give a starting value to each parameter"
         )
     for where, leaf in zip(leaf_locations(position), leaves, strict=True):
+        if isinstance(leaf, jax.core.Tracer):
+            raise ValueError("the position is traced: call it outside of jit and grad")
         kind = np.asarray(leaf).dtype
         if kind.kind not in "iuf" and kind.name != "bfloat16":
             raise ValueError(f"the position must be real numbers, got {kind}{where}")
@@ -366,7 +410,7 @@ def problem_functions(model: Model, statistics: Callable, position: Any) -> tupl
         return ravel_pytree(floats)[0]
 
     def logdensity(x: Array) -> Array:
-        return model.logdensity(unravel(x)).astype(x.dtype)
+        return jnp.asarray(model.logdensity(unravel(x)), x.dtype)
 
     return logdensity, statistic, lambda x: model.constrain(unravel(x)), shapes
 
@@ -396,7 +440,7 @@ def make_problem(
         lambda: problem_functions(model, statistics, position),
     )
     vector = jnp.asarray(np.concatenate([np.ravel(leaf) for leaf in leaves]))
-    names = name_numbers(shapes)
+    names = name_numbers(shapes, model.labels)
     problem = Problem(logdensity, statistic, constrain, vector, names, shapes)
     if not problem.names:
         raise ValueError("the statistic returns nothing: return one number or more")

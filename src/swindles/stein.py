@@ -32,8 +32,8 @@ def stein_features(
     blocks = [z[..., :0], score, 1 + z * score][: ORDERS.index(order) + 1]
     outside = isinstance(z, np.ndarray)  # of JAX: no program
     if order == "full" and outside:  # by slices, in a fourth of the time
-        for i in range(z.shape[-1] - 1):
-            one, rest = slice(i, i + 1), slice(i + 1, None)
+        for k in range(z.shape[-1] - 1):
+            one, rest = slice(k, k + 1), slice(k + 1, None)
             mixed = z[..., one] * score[..., rest] + z[..., rest] * score[..., one]
             blocks.append(mixed)
     elif order == "full":

@@ -565,7 +565,8 @@ def check_acceptance(rate: float, target: float, relative_size: float) -> None:
         raise ValueError(
             "nearly all proposals are rejected unless the steps are tiny (acceptance "
             f"{rate:.0%}, steps {relative_size:.1g} of the chains' spread): the log "
-            "density is not finite or not differentiable around the start"
+            "density is not finite or not differentiable around the start, or it rises "
+            "without end and is no posterior"
         )
     if rate > (1 + target) / 2 or relative_size > 1e4:
         raise ValueError(
