@@ -294,6 +294,11 @@ class Pairs(NamedTuple):
         return np.where((self.meeting < NEVER)[..., None], total, np.nan).mean(1)
 
 
+def left(lanes: Any) -> Any:
+    """What lanes have to say, as ``Pairs``."""
+    return Pairs(*(getattr(lanes, name) for name in Pairs._fields))
+
+
 def run_lanes(job: PairJob, num_rows: int, num_lanes: int) -> Pairs:
     """Run so many pairs; a lane whose pair is done takes the next one."""
     begin = jax.vmap(lambda pair: begin_pair(job, pair))
@@ -308,8 +313,9 @@ def run_lanes(job: PairJob, num_rows: int, num_lanes: int) -> Pairs:
         lanes, rows, fresh = queue
         finished = done(lanes) & (lanes.pair < num_rows)
         where = jnp.where(finished, lanes.pair, num_rows)
-        new = Pairs(*(getattr(lanes, name) for name in Pairs._fields))
-        rows = jax.tree.map(lambda r, x: r.at[where].set(x, mode="drop"), rows, new)
+        rows = jax.tree.map(
+            lambda r, x: r.at[where].set(x, mode="drop"), rows, left(lanes)
+        )
         order = fresh + jnp.cumsum(finished, dtype=jnp.int32) - 1
         pairs = jnp.where(finished, order, lanes.pair)
         lanes = jax.vmap(select)(finished, begin(pairs), lanes)
@@ -321,24 +327,24 @@ def run_lanes(job: PairJob, num_rows: int, num_lanes: int) -> Pairs:
         return jax.lax.cond(ready, refill, lambda queue: queue, (lanes, *queue[1:]))
 
     lanes = begin(jnp.arange(num_lanes))
-    rows = [getattr(lanes, name) for name in Pairs._fields]
-    empty = Pairs(*(jnp.zeros((num_rows, *x.shape[1:]), x.dtype) for x in rows))
-    queue = lanes, empty, jnp.int32(num_lanes)
+    rows = jax.tree.map(
+        lambda x: jnp.zeros((num_rows, *x.shape[1:]), x.dtype), left(lanes)
+    )
+    queue = lanes, rows, jnp.asarray(num_lanes)
     queue = jax.lax.while_loop(lambda q: (q[0].pair < num_rows).any(), go_on, queue)
     return queue[1]
 
 
 def as_variants(moves: Moves) -> Moves:
     """Moves whose entries are arrays of one length, or a ValueError."""
-    rows = Moves(*np.broadcast_arrays(*map(np.atleast_1d, moves)))
-    steps = [x.astype(np.int32) for x in (rows.lag, rows.k, rows.m)]
-    if min(x.min() for x in steps[:2]) < 0 or (steps[0] < 1).any():
+    *sizes, lag, k, m, sign = np.broadcast_arrays(*map(np.atleast_1d, moves))
+    if (lag < 1).any() or (k < 0).any():
         raise ValueError("the lag must be at least 1, and k at least 0")
-    if (steps[1] > steps[2]).any():
+    if (k > m).any():
         raise ValueError("the average ends before it begins: m must be at least k")
-    sizes = [jnp.asarray(x, float) for x in (rows.step_size, rows.walk, rows.share)]
-    whole = [jnp.asarray(x) for x in steps]
-    return Moves(*sizes, *whole, jnp.asarray(rows.sign, float))
+    size, walk, share, sign = (jnp.asarray(x, float) for x in (*sizes, sign))
+    lag, k, m = (jnp.asarray(x, jnp.int32) for x in (lag, k, m))
+    return Moves(size, walk, share, lag, k, m, sign)
 
 
 def run_pairs(
