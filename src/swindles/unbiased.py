@@ -337,14 +337,19 @@ def run_lanes(job: PairJob, num_rows: int, num_lanes: int) -> Pairs:
 
 def as_variants(moves: Moves) -> Moves:
     """Moves whose entries are arrays of one length, or a ValueError."""
-    *sizes, lag, k, m, sign = np.broadcast_arrays(*map(np.atleast_1d, moves))
-    if (lag < 1).any() or (k < 0).any():
+    rows = Moves(*map(np.asarray, moves))
+    if (rows.lag < 1).any() or (rows.k < 0).any():
         raise ValueError("the lag must be at least 1, and k at least 0")
-    if (k > m).any():
+    if (rows.k > rows.m).any():
         raise ValueError("the average ends before it begins: m must be at least k")
-    size, walk, share, sign = (jnp.asarray(x, float) for x in (*sizes, sign))
-    lag, k, m = (jnp.asarray(x, jnp.int32) for x in (lag, k, m))
-    return Moves(size, walk, share, lag, k, m, sign)
+    shape = np.broadcast_shapes((1,), *(np.shape(x) for x in rows))
+    kinds = {name: jnp.int32 for name in ("lag", "k", "m")}
+    return Moves(
+        *(
+            jnp.asarray(np.broadcast_to(x, shape), kinds.get(name, float))
+            for name, x in rows._asdict().items()
+        )
+    )
 
 
 def run_pairs(
@@ -504,18 +509,20 @@ WALKS, SHARES = (2.0, 0.5, 0.1), (0.03, 0.1, 0.3)
 
 
 def choose_walk(
-    key: Array, problem: Problem, step_size: float, leaps: int, num_pairs: int = 64
+    key: Array, problem: Problem, step_size: float, leaps: int, length: float
 ) -> tuple[Moves, int]:
-    """The random walk with which chains meet soonest, and what it cost to find it.
+    """The random walk that costs least, and what it cost to find it.
 
-    Soonest is meant in steps of HMC: a random walk gets nowhere.
+    Jobs of one length m are compared: what is lost to steps before k, and to steps that
+    are random walks. These get nowhere.
     """
     walk, share = (x.ravel() for x in np.meshgrid(WALKS, SHARES))
     walk = walk / np.sqrt(problem.dim)
     grid = Moves(np.full(walk.size, step_size), walk, share)
-    meeting, cost = pilot_pairs(key, problem, leaps, grid, num_pairs, most=2000)
+    meeting, cost = pilot_pairs(key, problem, leaps, grid, 64, most=2000)
     late = np.quantile(meeting, 0.9, axis=0, method="higher")
-    best = int((late / (1 - share)).argmin())
+    worth = (1 - share) * (1 - late / (length * late.min()))
+    best = int(worth.argmax())
     if late[best] == NEVER:
         raise ValueError(
             "chains do not meet within 2000 steps: make the posterior rounder by a "
@@ -599,7 +606,7 @@ def plan_pairs(
     order = (order or affordable_order(problem.dim, draws)) if parts.stein else "none"
     adapted = adapt_step_size(keys[0], problem)
     size, leaps = adapted.step_size, adapted.num_integration_steps
-    moves, tried = choose_walk(keys[1], problem, size, leaps)
+    moves, tried = choose_walk(keys[1], problem, size, leaps, max(length, 2))
     meeting, watched = pilot_pairs(keys[2], problem, leaps, moves, 256, most=100_000)
     moves = moves._replace(**recommend_window(meeting.ravel(), quantile, length))
     beta, steps = fit_pair_beta(keys[3], problem, scheme, order, hmc(size, leaps))
