@@ -338,6 +338,8 @@ def run_lanes(job: PairJob, num_rows: int, num_lanes: int) -> Pairs:
 def as_variants(moves: Moves) -> Moves:
     """Moves whose entries are arrays of one length, or a ValueError."""
     rows = Moves(*map(np.asarray, moves))
+    if (rows.walk <= 0).any() or (rows.share < 0).any() or (rows.share > 1).any():
+        raise ValueError("the walk must be positive, and its share between 0 and 1")
     if (rows.lag < 1).any() or (rows.k < 0).any():
         raise ValueError("the lag must be at least 1, and k at least 0")
     if (rows.k > rows.m).any():
@@ -520,7 +522,7 @@ def choose_walk(
     walk = walk / np.sqrt(problem.dim)
     grid = Moves(np.full(walk.size, step_size), walk, share)
     meeting, cost = pilot_pairs(key, problem, leaps, grid, 64, most=2000)
-    late = np.quantile(meeting, 0.9, axis=0, method="higher")
+    late = np.quantile(meeting, 0.9, axis=0, method="higher").astype(float)
     worth = (1 - share) * (1 - late / (length * late.min()))
     best = int(worth.argmax())
     if late[best] == NEVER:
@@ -748,9 +750,13 @@ class PairReport(NamedTuple):
 def fingerprint(problem: Problem) -> tuple[float, ...]:
     """Numbers that tell problems apart: log densities and statistics at some places."""
     z = jnp.asarray(np.random.default_rng(0).normal(size=(3, problem.dim)) / 2, float)
-    level = jax.vmap(problem.logdensity)(z)
-    statistics = jax.vmap(problem.statistic)(z).mean(1)
-    return tuple(np.append(level[1:] - level[0], statistics).astype(float).tolist())
+
+    def look() -> tuple[float, ...]:
+        level = np.asarray(jax.vmap(problem.logdensity)(z), float)
+        statistics = np.asarray(jax.vmap(problem.statistic)(z), float).mean(1)
+        return tuple(np.append(level[1:] - level[0], statistics).tolist())
+
+    return compiled(problem.logdensity, ("fingerprint", problem.statistic), look)
 
 
 def unbiased(
