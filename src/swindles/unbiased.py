@@ -23,6 +23,70 @@ from swindles.stein import Order, affordable_order, stein_features
 from swindles.tuning import adapt_step_size
 
 
+def correction_weight(time: Any, lag: Any, k: Any, m: Any) -> Any:
+    """How often f(X_t) - f(Y_{t-L}) is counted in the correction of steps k to m.
+
+    Examples
+    --------
+    >>> correction_weight(jnp.arange(1, 12), lag=3, k=2, m=4).tolist()
+    [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1]
+    """
+    last = (time - k) // lag
+    first = -(-jnp.maximum(lag, time - m) // lag)
+    return jnp.maximum(last - first + 1, 0)
+
+
+def follow(
+    key: Array, momentum: Array, x: Array, leader: Array, walk: Any
+) -> tuple[Array, Array]:
+    """Couple two random walks: the momentum of the one that follows a leader.
+
+    Returns whether both propose the same place, as often as that is possible, and
+    otherwise the leader's momentum in a mirror between them.
+
+    Examples
+    --------
+    >>> x, leader, momentum = jnp.zeros(2), jnp.array([9.0, 0.0]), jnp.ones(2)
+    >>> same, mirrored = follow(jax.random.key(0), momentum, x, leader, walk=1.0)
+    >>> bool(same), mirrored.tolist()
+    (False, [-1.0, 1.0])
+    """
+    away = (leader - x) / walk
+    log_ratio = -away @ (momentum + 0.5 * away)
+    same = jnp.log(jax.random.uniform(key)) < log_ratio
+    axis = away / jnp.maximum(jnp.linalg.norm(away), 1e-30)
+    return same, momentum - 2 * (axis @ momentum) * axis
+
+
+def switched_leapfrog(force: Any) -> Callable:
+    """A leapfrog step for BlackJAX's HMC, its kicks multiplied by ``force``.
+
+    Without force the flight is straight, and HMC is a random walk.
+
+    Examples
+    --------
+    >>> fly = switched_leapfrog(0.0)(lambda x: -0.5 * x @ x, None)
+    >>> state = IntegratorState(jnp.zeros(1), jnp.ones(1), jnp.zeros(()), -jnp.ones(1))
+    >>> fly(state, 0.5).position.tolist(), fly(state, 0.5).momentum.tolist()
+    ([0.5], [1.0])
+    """
+
+    def integrator(logdensity: LogDensity, kinetic_energy: Any) -> Callable:
+        slope = jax.value_and_grad(logdensity)
+
+        def one_step(state: IntegratorState, step_size: Any) -> IntegratorState:
+            kick = 0.5 * step_size * force
+            momentum = state.momentum + kick * state.logdensity_grad
+            position = state.position + step_size * momentum
+            value, gradient = slope(position)
+            momentum = momentum + kick * gradient
+            return IntegratorState(position, momentum, value, gradient)
+
+        return one_step
+
+    return integrator
+
+
 class Moves(NamedTuple):
     """How a pair of chains moves, and what is averaged. Every entry may be an array.
 
@@ -56,35 +120,6 @@ class Moves(NamedTuple):
     sign: Any = 1.0
 
 
-def switched_leapfrog(force: Any) -> Callable:
-    """A leapfrog step for BlackJAX's HMC, its kicks multiplied by ``force``.
-
-    Without force the flight is straight, and HMC is a random walk.
-
-    Examples
-    --------
-    >>> fly = switched_leapfrog(0.0)(lambda x: -0.5 * x @ x, None)
-    >>> state = IntegratorState(jnp.zeros(1), jnp.ones(1), jnp.zeros(()), -jnp.ones(1))
-    >>> fly(state, 0.5).position.tolist(), fly(state, 0.5).momentum.tolist()
-    ([0.5], [1.0])
-    """
-
-    def integrator(logdensity: LogDensity, kinetic_energy: Any) -> Callable:
-        slope = jax.value_and_grad(logdensity)
-
-        def one_step(state: IntegratorState, step_size: Any) -> IntegratorState:
-            kick = 0.5 * step_size * force
-            momentum = state.momentum + kick * state.logdensity_grad
-            position = state.position + step_size * momentum
-            value, gradient = slope(position)
-            momentum = momentum + kick * gradient
-            return IntegratorState(position, momentum, value, gradient)
-
-        return one_step
-
-    return integrator
-
-
 def select(flag: Any, yes: Any, no: Any) -> Any:
     """One of two pytrees."""
     return jax.tree.map(lambda a, b: jnp.where(flag, a, b), yes, no)
@@ -107,28 +142,6 @@ class PairKernel(NamedTuple):
     start: Callable
     init: Callable
     step: Callable
-
-
-def follow(
-    key: Array, momentum: Array, x: Array, leader: Array, walk: Any
-) -> tuple[Array, Array]:
-    """Couple two random walks: the momentum of the one that follows a leader.
-
-    Returns whether both propose the same place, as often as that is possible, and
-    otherwise the leader's momentum in a mirror between them.
-
-    Examples
-    --------
-    >>> x, leader, momentum = jnp.zeros(2), jnp.array([9.0, 0.0]), jnp.ones(2)
-    >>> same, mirrored = follow(jax.random.key(0), momentum, x, leader, walk=1.0)
-    >>> bool(same), mirrored.tolist()
-    (False, [-1.0, 1.0])
-    """
-    away = (leader - x) / walk
-    log_ratio = -away @ (momentum + 0.5 * away)
-    same = jnp.log(jax.random.uniform(key)) < log_ratio
-    axis = away / jnp.maximum(jnp.linalg.norm(away), 1e-30)
-    return same, momentum - 2 * (axis @ momentum) * axis
 
 
 def pair_kernel(
@@ -164,19 +177,6 @@ def pair_kernel(
         return select(info.is_accepted, moved, state)
 
     return PairKernel(start, lambda x: blackjax.hmc.init(x, logdensity), step)
-
-
-def correction_weight(time: Any, lag: Any, k: Any, m: Any) -> Any:
-    """How often f(X_t) - f(Y_{t-L}) is counted in the correction of steps k to m.
-
-    Examples
-    --------
-    >>> correction_weight(jnp.arange(1, 12), lag=3, k=2, m=4).tolist()
-    [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1]
-    """
-    last = (time - k) // lag
-    first = -(-jnp.maximum(lag, time - m) // lag)
-    return jnp.maximum(last - first + 1, 0)
 
 
 # The meeting time of chains that have not met.
@@ -220,27 +220,6 @@ class PairJob(NamedTuple):
         return met | (lane.time >= self.most_steps)
 
 
-def begin_pair(job: PairJob, pair: Array) -> Lane:
-    """A pair before its first step."""
-    key, moves = job.of(pair)
-    keys = jax.random.split(jax.random.fold_in(key, NEVER))
-    states = [job.kernel.init(moves.sign * job.kernel.start(each)) for each in keys]
-    f, g = (job.value(state) for state in states)
-    share = jnp.where(moves.k == 0, 1 / (moves.m - moves.k + 1), 0)
-    zero = jnp.zeros((), jnp.int32)
-    numbers = {"pair": jnp.int32(pair), "time": zero, "moves": zero}
-    return Lane(
-        ahead=states[0],
-        behind=states[1],
-        waits=jnp.zeros((), bool),
-        meeting=zero + NEVER,
-        average=share * f,
-        correction=-share * g,
-        distance=jnp.zeros(job.times.shape, f.dtype),
-        **numbers,
-    )
-
-
 def move_pair(job: PairJob, lane: Lane) -> Lane:
     """One step of one chain of a pair: of the chain behind, if it is its turn."""
     key, moves = job.of(lane.pair)
@@ -272,6 +251,27 @@ def move_pair(job: PairJob, lane: Lane) -> Lane:
         lane.correction + jnp.where(turn, -weight, weight) * f,
         lane.distance + jnp.where(on_grid, gap, 0),
         lane.moves + 1,
+    )
+
+
+def begin_pair(job: PairJob, pair: Array) -> Lane:
+    """A pair before its first step."""
+    key, moves = job.of(pair)
+    keys = jax.random.split(jax.random.fold_in(key, NEVER))
+    states = [job.kernel.init(moves.sign * job.kernel.start(each)) for each in keys]
+    f, g = (job.value(state) for state in states)
+    share = jnp.where(moves.k == 0, 1 / (moves.m - moves.k + 1), 0)
+    zero = jnp.zeros((), jnp.int32)
+    numbers = {"pair": jnp.int32(pair), "time": zero, "moves": zero}
+    return Lane(
+        ahead=states[0],
+        behind=states[1],
+        waits=jnp.zeros((), bool),
+        meeting=zero + NEVER,
+        average=share * f,
+        correction=-share * g,
+        distance=jnp.zeros(job.times.shape, f.dtype),
+        **numbers,
     )
 
 
@@ -405,26 +405,21 @@ def run_pairs(
     return jax.tree.map(lambda x: x.reshape(num_pairs, -1, *x.shape[1:]), found)
 
 
-def bound_total_variation(
-    meeting: Int[np.ndarray, "repeats variants"],
-    lag: int,
-    times: Sequence[int] | Int[np.ndarray, " times"],
-) -> tuple[Float[np.ndarray, " times"], Float[np.ndarray, " times"]]:
-    """Upper bounds on the total variation distance from the target, and their errors.
+def recommend_window(
+    meeting: Int[np.ndarray, " repeats"], quantile: float = 0.99, length: float = 10.0
+) -> dict[str, int]:
+    """Lag, k and m from meeting times of a pilot with lag 1.
 
     Examples
     --------
-    >>> meeting = np.array([[11], [13], [16], [32]])
-    >>> bound_total_variation(meeting, 10, [0, 5, 30])[0].tolist()
-    [1.0, 0.75, 0.0]
+    >>> recommend_window(np.arange(1, 102), quantile=0.9)
+    {'lag': 90, 'k': 90, 'm': 900}
     """
-    after = np.asarray(meeting)[..., None] - lag - np.asarray(times)
-    terms = np.maximum(np.ceil(after / lag), 0)
-    terms = np.where(np.asarray(meeting)[..., None] < NEVER, terms, np.inf)
-    each = terms.mean(1)
-    with np.errstate(invalid="ignore"):
-        error = each.std(0, ddof=1) / np.sqrt(len(each))
-    return np.minimum(each.mean(0), 1), error
+    if not 0 < quantile <= 1 or not length >= 1:
+        raise ValueError("give a quantile up to 1, and a length of at least 1")
+    enough = np.quantile(np.asarray(meeting) - 1, quantile, method="higher")
+    k = max(1, int(enough))
+    return {"lag": k, "k": k, "m": int(length * k)}
 
 
 def problem_kernel(problem: Problem, num_integration_steps: int) -> PairKernel:
@@ -438,19 +433,6 @@ def problem_kernel(problem: Problem, num_integration_steps: int) -> PairKernel:
         return pair_kernel(density, num_integration_steps, start)
 
     return compiled(density, ("pairs", num_integration_steps), make)
-
-
-def pair_value(problem: Problem, order: Order) -> Callable:
-    """From a state, and coefficients, to f less Stein features."""
-
-    def value(state: Any, beta: Array) -> Array:
-        f = problem.statistic(state.position)
-        if order == "none":
-            return f
-        features = stein_features(state.position, state.logdensity_grad, order)
-        return f - features[: len(beta)] @ beta
-
-    return compiled(problem.statistic, ("pair value", order), lambda: value)
 
 
 class PairPlan(NamedTuple):
@@ -508,6 +490,8 @@ def pilot_pairs(
 # Random walks that a pilot tries: their deviation times the root of the dimension, and
 # their share of all steps.
 WALKS, SHARES = (2.0, 0.5, 0.1), (0.03, 0.1, 0.3)
+# Steps after which a pilot gives up.
+PILOT_STEPS = 2000
 
 
 def choose_walk(
@@ -521,33 +505,29 @@ def choose_walk(
     walk, share = (x.ravel() for x in np.meshgrid(WALKS, SHARES))
     walk = walk / np.sqrt(problem.dim)
     grid = Moves(np.full(walk.size, step_size), walk, share)
-    meeting, cost = pilot_pairs(key, problem, leaps, grid, 64, most=2000)
+    meeting, cost = pilot_pairs(key, problem, leaps, grid, 64, PILOT_STEPS)
     late = np.quantile(meeting, 0.9, axis=0, method="higher").astype(float)
     worth = (1 - share) * (1 - late / (length * late.min()))
     best = int(worth.argmax())
     if late[best] == NEVER:
         raise ValueError(
-            "chains do not meet within 2000 steps: make the posterior rounder by a "
-            "better map. If it has several modes far apart, chains are no way to it"
+            f"chains do not meet within {PILOT_STEPS} steps: make the posterior rounder, "
+            "by a better map. If it has several modes far apart, chains are no way to it"
         )
     return Moves(step_size, float(walk[best]), float(share[best])), cost
 
 
-def recommend_window(
-    meeting: Int[np.ndarray, " repeats"], quantile: float = 0.99, length: float = 10.0
-) -> dict[str, int]:
-    """Lag, k and m from meeting times of a pilot with lag 1.
+def pair_value(problem: Problem, order: Order) -> Callable:
+    """From a state, and coefficients, to f less Stein features."""
 
-    Examples
-    --------
-    >>> recommend_window(np.arange(1, 102), quantile=0.9)
-    {'lag': 90, 'k': 90, 'm': 900}
-    """
-    if not 0 < quantile <= 1 or not length >= 1:
-        raise ValueError("give a quantile up to 1, and a length of at least 1")
-    enough = np.quantile(np.asarray(meeting) - 1, quantile, method="higher")
-    k = max(1, int(enough))
-    return {"lag": k, "k": k, "m": int(length * k)}
+    def value(state: Any, beta: Array) -> Array:
+        f = problem.statistic(state.position)
+        if order == "none":
+            return f
+        features = stein_features(state.position, state.logdensity_grad, order)
+        return f - features[: len(beta)] @ beta
+
+    return compiled(problem.statistic, ("pair value", order), lambda: value)
 
 
 def fit_pair_beta(
@@ -862,3 +842,25 @@ def check_mergeable(one: PairReport, other: PairReport) -> None:
             "two of these reports have the same key, so the same random numbers: an "
             "average over both would look better than it is. Give each job its own"
         )
+
+
+def bound_total_variation(
+    meeting: Int[np.ndarray, "repeats variants"],
+    lag: int,
+    times: Sequence[int] | Int[np.ndarray, " times"],
+) -> tuple[Float[np.ndarray, " times"], Float[np.ndarray, " times"]]:
+    """Upper bounds on the total variation distance from the target, and their errors.
+
+    Examples
+    --------
+    >>> meeting = np.array([[11], [13], [16], [32]])
+    >>> bound_total_variation(meeting, 10, [0, 5, 30])[0].tolist()
+    [1.0, 0.75, 0.0]
+    """
+    after = np.asarray(meeting)[..., None] - lag - np.asarray(times)
+    terms = np.maximum(np.ceil(after / lag), 0)
+    terms = np.where(np.asarray(meeting)[..., None] < NEVER, terms, np.inf)
+    each = terms.mean(1)
+    with np.errstate(invalid="ignore"):
+        error = each.std(0, ddof=1) / np.sqrt(len(each))
+    return np.minimum(each.mean(0), 1), error
