@@ -511,8 +511,8 @@ def choose_walk(
     best = int(worth.argmax())
     if late[best] == NEVER:
         raise ValueError(
-            f"chains do not meet within {PILOT_STEPS} steps: make the posterior rounder, "
-            "by a better map. If it has several modes far apart, chains are no way to it"
+            f"chains do not meet within {PILOT_STEPS} steps: a better map would make "
+            "the posterior rounder; with modes far apart, chains are no way to it"
         )
     return Moves(step_size, float(walk[best]), float(share[best])), cost
 
