@@ -9,8 +9,8 @@ All schemes of a posterior share one plan, as ``plan_pairs`` recommends it. ``es
 and ``ess_square`` are effective draws per gradient of the posterior, of the unbiased
 averages: medians over the parameters. ``long_mean`` and ``long_square`` are the same
 for chains with the same step and the same coefficients that run on after a warm-up,
-which is not counted. ``median`` and ``late`` are the median and the 99 % quantile of the
-meeting times, counted from when the second chain starts.
+which is not counted. ``median`` and ``late`` are the median and the 99 % quantile of
+the meeting times, counted from when the second chain starts.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from swindles.coupling import hmc, run
 from swindles.models import make_problem
 from swindles.schemes import SCHEMES, Plan, plan_series, start_mirrored
 from swindles.transport import laplace
-from swindles.unbiased import plan_pairs, unbiased
+from swindles.unbiased import average_pairs, plan_pairs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "book"))
 from pipeline import provenance, read_rows, write_rows
@@ -77,7 +77,7 @@ def measure(name, problem, plan, repeats, size, seed):
     """One row: a scheme on a posterior."""
     keys = jax.random.split(jax.random.key(seed))
     begin = time.perf_counter()
-    report = unbiased(keys[0], problem, plan, repeats, patience=1000)
+    report = average_pairs(keys[0], problem, plan, repeats, patience=1000)
     seconds = time.perf_counter() - begin
     variance, long = run_long(keys[1], problem, plan, size)
     ess = variance / report.mcse**2 / report.gradients

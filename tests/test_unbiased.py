@@ -22,6 +22,7 @@ from swindles.unbiased import (
     PairKernel,
     PairPlan,
     as_variants,
+    average_pairs,
     bound_total_variation,
     choose_walk,
     correction_weight,
@@ -29,6 +30,7 @@ from swindles.unbiased import (
     follow,
     merge,
     pair_kernel,
+    pair_value,
     plan_pairs,
     problem_kernel,
     recommend_window,
@@ -36,7 +38,6 @@ from swindles.unbiased import (
     run_pairs,
     switched_leapfrog,
     tally,
-    unbiased,
 )
 
 KEY = jax.random.key(20401)
@@ -150,7 +151,7 @@ def test_a_pair_that_has_met_costs_nothing_more():
     moves = Moves(0.4, 0.4, 0.3, lag, 10, m)
     runs = [
         run_pairs(KEY, kernel, position, moves, 50, num_lanes=lanes)
-        for lanes in (1, 7, 64)
+        for lanes in (7, 64)
     ]
     for each in runs:
         tau = each.meeting
@@ -331,7 +332,7 @@ def test_coverage_over_repeats(scheme, order):
     """200 jobs: intervals hold the truth as often as they say; so does their merger."""
     problem, plan, truth = cosh_problem(), cosh_plan(scheme, order), cosh_truth()
     keys = jax.random.split(jax.random.fold_in(KEY, 7), 200)
-    reports = [unbiased(key, problem, plan, 50) for key in keys]
+    reports = [average_pairs(key, problem, plan, 50) for key in keys]
     for level in (0.8, 0.95):
         inside = np.array(
             [(low < truth) & (truth < high) for low, high in intervals(reports, level)]
@@ -426,9 +427,9 @@ def test_a_plan_makes_quiet_jobs():
     assert moves.lag == moves.k >= np.median(plan.meeting) - 1
     assert moves.m == 10 * moves.k and plan.gradients > 0
     assert pickle.loads(pickle.dumps(plan)).moves == moves
-    quiet = unbiased(jax.random.fold_in(KEY, 2), problem, plan, 100)
+    quiet = average_pairs(jax.random.fold_in(KEY, 2), problem, plan, 100)
     plain = plan._replace(scheme="plain", order="none", beta=np.zeros((0, 3)))
-    usual = unbiased(jax.random.fold_in(KEY, 3), problem, plain, 100)
+    usual = average_pairs(jax.random.fold_in(KEY, 3), problem, plain, 100)
     assert not quiet.warnings() and not usual.warnings()
     assert (quiet.mcse < usual.mcse / 5).all()
     far = np.abs(quiet.mean - usual.mean)
@@ -449,17 +450,15 @@ def test_window_from_meeting_times():
 def test_merging_is_running_more():
     """Two jobs, back from a file: the tally of all their repeats."""
     problem, plan = cosh_problem(), cosh_plan("antithetic", "none")
-    jobs = [unbiased(jax.random.key(i), problem, plan, 30) for i in (1, 2, 3)]
+    jobs = [average_pairs(jax.random.key(i), problem, plan, 30) for i in (1, 2, 3)]
     jobs = [pickle.loads(pickle.dumps(job)) for job in jobs]
     merged, again = merge(jobs), merge([merge(jobs[:2]), jobs[2]])
     assert merged.mean.tolist() == again.mean.tolist()
     means = np.array([job.mean for job in jobs])
     np.testing.assert_allclose(merged.mean, means.mean(0), rtol=1e-12)
-    inputs = problem_kernel(problem, 3), lambda s, _: problem.statistic(s.position)
-    rows = [
-        run_pairs(jax.random.key(i), *inputs, plan.variants, 30).estimates
-        for i in (1, 2, 3)
-    ]
+    inputs = problem_kernel(problem, 3), pair_value(problem, "none"), plan.variants
+    rest = 30, jnp.asarray(plan.beta, jnp.float32), np.arange(4)  # from 0 to k
+    rows = [run_pairs(jax.random.key(i), *inputs, *rest).estimates for i in (1, 2, 3)]
     whole = tally(np.concatenate(rows))
     np.testing.assert_allclose(merged.mean, whole.mean, rtol=1e-5)
     np.testing.assert_allclose(merged.mcse, whole.error, rtol=1e-4)
@@ -469,7 +468,7 @@ def test_merging_is_running_more():
 
 def test_merging_refuses_in_words():
     problem, plan = cosh_problem(), cosh_plan("plain", "none")
-    job = unbiased(jax.random.key(1), problem, plan, 30)
+    job = average_pairs(jax.random.key(1), problem, plan, 30)
     other = job._replace(keys=((0, 2),))
     assert merge([job, other]).estimate.number == 60
     with pytest.raises(ValueError, match="the same key"):
@@ -488,15 +487,16 @@ def two_modes(x):
     return jnp.logaddexp(standard_normal(x - 15), standard_normal(x + 15))
 
 
-def test_chains_that_do_not_meet_give_no_answer():
+def test_chains_that_do_not_meet_give_no_answer(monkeypatch):
     """Rather than a biased one."""
     problem = make_problem(Model(two_modes, jnp.zeros(1)))
     moves = Moves(0.5, 0.5, 0.2, lag=5, k=5, m=20)
     plan = PairPlan("plain", "none", np.zeros((0, 1)), 3, moves, np.ones(9), 0)
-    report = unbiased(jax.random.key(0), problem, plan, 30, patience=5)
+    report = average_pairs(jax.random.key(0), problem, plan, 30, patience=5)
     assert np.isnan(report.mean).all() and "have not met" in report.warnings()[0]
     assert report.total_variation([0])[0] == 1
-    with pytest.raises(ValueError, match="do not meet within"):
+    monkeypatch.setattr("swindles.unbiased.PILOT_STEPS", 100)
+    with pytest.raises(ValueError, match="do not meet within 100 steps"):
         choose_walk(KEY, problem, 0.5, 3, length=10)
 
 

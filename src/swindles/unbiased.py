@@ -739,7 +739,7 @@ def fingerprint(problem: Problem) -> tuple[float, ...]:
     return compiled(problem.logdensity, ("fingerprint", problem.statistic), look)
 
 
-def unbiased(
+def average_pairs(
     key: Key[Array, ""],
     problem: Problem,
     plan: PairPlan,
@@ -768,7 +768,7 @@ def unbiased(
     >>> problem = make_problem(Model(lambda x: -jnp.sum(jnp.cosh(x)), jnp.zeros(2)))
     >>> moves = Moves(0.9, 0.5, 0.1, lag=10, k=10, m=100)
     >>> plan = PairPlan("antithetic", "none", np.zeros((0, 2)), 2, moves, np.ones(9), 0)
-    >>> jobs = [unbiased(jax.random.key(i), problem, plan, 32) for i in (1, 2)]
+    >>> jobs = [average_pairs(jax.random.key(i), problem, plan, 32) for i in (1, 2)]
     >>> report = merge(jobs)
     >>> bool((abs(report.mean) <= 4 * report.mcse + 1e-6).all()), report.estimate.number
     (True, 64)
