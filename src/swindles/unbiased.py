@@ -137,6 +137,12 @@ class PairKernel(NamedTuple):
     step
         From a key, a state, the position of the chain ahead and ``Moves`` to the next
         state. The chain ahead follows itself.
+
+    Examples
+    --------
+    >>> kernel = pair_kernel(lambda x: -0.5 * x @ x, 3, lambda key: jnp.ones(2))
+    >>> kernel.init(kernel.start(jax.random.key(0))).logdensity.item()
+    -1.0
     """
 
     start: Callable
@@ -276,9 +282,26 @@ def begin_pair(job: PairJob, pair: Array) -> Lane:
 
 
 class Pairs(NamedTuple):
-    """What pairs of chains leave, with the repeats along the first axis.
+    """What pairs of chains leave: for each repeat, and each row of its ``Moves``.
 
-    The second axis are the variants: rows of the ``Moves`` they were run with.
+    Parameters
+    ----------
+    meeting
+        The step of the chain ahead from which on they are equal; ``NEVER`` if none is.
+    average
+        What the chain ahead alone would say.
+    correction
+        What is added to that.
+    distance
+        Terms of the bound on the Wasserstein distance.
+    moves
+        Steps of both chains together.
+
+    Examples
+    --------
+    >>> one = np.ones((1, 1, 2))
+    >>> Pairs(np.array([[9]]), one, one / 2, one, np.array([[20]])).estimates.tolist()
+    [[1.5, 1.5]]
     """
 
     meeting: Int[np.ndarray, "repeats variants"]
