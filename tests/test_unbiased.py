@@ -495,8 +495,9 @@ def test_chains_that_do_not_meet_give_no_answer(monkeypatch):
     report = average_pairs(jax.random.key(0), problem, plan, 30, patience=5)
     assert np.isnan(report.mean).all() and "have not met" in report.warnings()[0]
     assert report.total_variation([0])[0] == 1
-    monkeypatch.setattr("swindles.unbiased.PILOT_STEPS", 100)
-    with pytest.raises(ValueError, match="do not meet within 100 steps"):
+    never = np.full((64, 9), NEVER), 1
+    monkeypatch.setattr("swindles.unbiased.pilot_pairs", lambda *_, **__: never)
+    with pytest.raises(ValueError, match="do not meet within 2000 steps"):
         choose_walk(KEY, problem, 0.5, 3, length=10)
 
 
