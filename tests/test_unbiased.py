@@ -210,6 +210,21 @@ def test_proposals_meet_as_often_as_they_can(distance):
             assert stats.kstest(proposal @ axis / walk, "norm").pvalue > 1e-3
 
 
+def test_chains_meet_to_the_bit_as_often_as_they_can():
+    """In one step, where every proposal is accepted."""
+    kernel = pair_kernel(lambda x: 0 * x.sum(), 3, normal_start)
+    moves, number = Moves(1.0, 0.7, 1.0), 20_000
+    one, other = (kernel.init(x) for x in (jnp.zeros(2), jnp.array([0.42, 0.56])))
+
+    def meet(key):
+        moved = [kernel.step(key, s, one.position, moves) for s in (one, other)]
+        return (moved[0].position == moved[1].position).all()
+
+    found = jax.jit(jax.vmap(meet))(jax.random.split(KEY, number)).mean()
+    most = 2 * stats.norm.cdf(-0.5)
+    assert abs(found - most) < 4 * np.sqrt(most * (1 - most) / number)
+
+
 def exact_start(key):
     """A draw of the target, so that every chain has its law from the start."""
     return jnp.log(jax.random.gamma(key, 2.0, (2,)))
@@ -218,7 +233,10 @@ def exact_start(key):
 @pytest.mark.slow
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_each_chain_has_its_own_law(sign):
-    """Y among them, whatever X does: moments, and a Kolmogorov-Smirnov test."""
+    """Y among them, whatever X does: moments, and a Kolmogorov-Smirnov test.
+
+    A third chain follows a point that does not move at all.
+    """
     number, steps = 20_000, 12
     target = SKEWED.logdensity if sign > 0 else lambda x: SKEWED.logdensity(-x)
     kernel = pair_kernel(target, 3, exact_start)
@@ -230,18 +248,20 @@ def test_each_chain_has_its_own_law(sign):
         )
 
         def both(states, key):
-            leader = states[0].position
-            return tuple(kernel.step(key, s, leader, moves) for s in states), None
+            x = states[0].position
+            leaders = x, x, sign * jnp.array([1.2, -0.3])
+            each = zip(states, leaders, strict=True)
+            return tuple(kernel.step(key, *pair, moves) for pair in each), None
 
-        states = tuple(kernel.init(sign * exact_start(k)) for k in keys[:2])
-        return jax.lax.scan(both, states, keys[2:])[0]
+        states = tuple(kernel.init(sign * exact_start(k)) for k in keys[:3])
+        return jax.lax.scan(both, states, keys[3:])[0]
 
     program = jax.jit(jax.vmap(run, (0, None)))
     for share in (0.0, 0.4, 1.0):
         ends = program(jax.random.split(KEY, number), share)
-        x, y = (sign * np.asarray(s.position, np.float64) for s in ends)
+        x, y, z = (sign * np.asarray(s.position, np.float64) for s in ends)
         assert ((x == y).all(1).mean() > 0.2) == (share > 0)
-        for chain in (x, y):
+        for chain in (x, y, z):
             for axis in range(2):
                 draws = np.exp(chain[:, axis])
                 assert stats.kstest(draws, stats.gamma(2).cdf).pvalue > 1e-3
