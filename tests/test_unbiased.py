@@ -293,6 +293,20 @@ def test_after_meeting_equal_for_ever():
         assert np.array_equal(np.asarray(one)[same], np.asarray(other)[same])
 
 
+@pytest.mark.parametrize("kind", [jnp.float32, jnp.float64])
+def test_both_precisions(kind):
+    """That of the positions decides, also where double precision is at hand."""
+    with jax.enable_x64(True):
+        kernel = pair_kernel(
+            standard_normal, 3, lambda k: jax.random.normal(k, 2, kind)
+        )
+        moves = Moves(0.4, 0.4, 0.2, lag=3, k=0, m=9)
+        found = run_pairs(KEY, kernel, position, moves, 200)
+    assert found.distance.dtype == kind
+    error = found.estimates.std(0) / np.sqrt(200)
+    assert (np.abs(found.estimates.mean(0)) < 4 * error).all()
+
+
 def test_mirrored_variants_of_a_symmetric_target_cancel():
     kernel = pair_kernel(standard_normal, 3, normal_start)
     moves = Moves(0.4, 0.4, 0.2, lag=3, k=2, m=9, sign=(1.0, -1.0))
@@ -515,6 +529,7 @@ def test_chains_that_do_not_meet_give_no_answer(monkeypatch):
     report = average_pairs(jax.random.key(0), problem, plan, 30, patience=5)
     assert np.isnan(report.mean).all() and "have not met" in report.warnings()[0]
     assert report.total_variation([0])[0] == 1
+    assert np.isnan(report.distance.mean).all()
     never = np.full((64, 9), NEVER), 1
     monkeypatch.setattr("swindles.unbiased.pilot_pairs", lambda *_, **__: never)
     with pytest.raises(ValueError, match="do not meet within 2000 steps"):

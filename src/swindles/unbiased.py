@@ -349,16 +349,16 @@ def run_lanes(job: PairJob, num_rows: int, num_lanes: int) -> Pairs:
         ready = (done(lanes) & (lanes.pair < num_rows)).any()
         return jax.lax.cond(ready, refill, lambda queue: queue, (lanes, *queue[1:]))
 
-    lanes = begin(jnp.arange(num_lanes))
+    lanes = begin(jnp.arange(num_lanes, dtype=jnp.int32))
     rows = jax.tree.map(
         lambda x: jnp.zeros((num_rows, *x.shape[1:]), x.dtype), left(lanes)
     )
-    queue = lanes, rows, jnp.asarray(num_lanes)
+    queue = lanes, rows, jnp.int32(num_lanes)
     queue = jax.lax.while_loop(lambda q: (q[0].pair < num_rows).any(), go_on, queue)
     return queue[1]
 
 
-def as_variants(moves: Moves) -> Moves:
+def as_variants(moves: Moves, kind: Any = float) -> Moves:
     """Moves whose entries are arrays of one length, or a ValueError."""
     rows = Moves(*map(np.asarray, moves))
     if (rows.walk <= 0).any() or (rows.share < 0).any() or (rows.share > 1).any():
@@ -371,7 +371,7 @@ def as_variants(moves: Moves) -> Moves:
     kinds = {name: jnp.int32 for name in ("lag", "k", "m")}
     return Moves(
         *(
-            jnp.asarray(np.broadcast_to(x, shape), kinds.get(name, float))
+            jnp.asarray(np.broadcast_to(x, shape), kinds.get(name, kind))
             for name, x in rows._asdict().items()
         )
     )
@@ -414,7 +414,8 @@ def run_pairs(
     >>> bool((abs(z.mean(0)) < 4 * z.std(0) / 1000**0.5).all())
     True
     """
-    variants, number = as_variants(moves), num_pairs * np.size(as_variants(moves).lag)
+    variants = as_variants(moves, jax.eval_shape(kernel.start, key).dtype)
+    number = num_pairs * len(variants.lag)
     lanes = min(num_lanes, number)
 
     def program(key: Array, variants: Moves, extra: Any, *limits: Any) -> Pairs:
@@ -802,13 +803,14 @@ def average_pairs(
     beta = jnp.asarray(plan.beta, problem.position.dtype)
     most, inputs = patience * moves.m, (key, kernel, value, plan.variants)
     pairs = run_pairs(*inputs, num_pairs, beta, times, num_lanes, most)
+    gaps = np.where(pairs.meeting[..., None] < NEVER, pairs.distance, np.nan)
     return PairReport(
         problem.names,
         tally(pairs.estimates),
         tally(pairs.average.mean(1)),
         pairs.meeting,
         times,
-        tally(pairs.distance.mean(1)),
+        tally(gaps.mean(1)),
         moves,
         int(pairs.moves.sum() * leaps + 2 * pairs.moves.size),
         (tuple(np.ravel(jax.random.key_data(key)).tolist()),),
