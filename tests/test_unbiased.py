@@ -18,6 +18,8 @@ from swindles.targets import skewed
 from swindles.transport import standard_normal
 from swindles.unbiased import (
     NEVER,
+    SHARES,
+    WALKS,
     Moves,
     PairJob,
     PairKernel,
@@ -479,6 +481,22 @@ def test_window_from_meeting_times():
     for wrong in ({"quantile": 0}, {"length": 0.5}):
         with pytest.raises(ValueError, match="give a quantile"):
             recommend_window(meeting, **wrong)
+
+
+def test_walk_is_the_one_that_leaves_most(monkeypatch):
+    """Of jobs of one length: what k takes, and what the random walk takes."""
+    walk, share = (x.ravel() for x in np.meshgrid(WALKS, SHARES))
+    meeting = np.full((64, 9), 100)
+    middle = walk == WALKS[1]
+    meeting[:, middle & (share == SHARES[1])] = 20
+    meeting[:, middle & (share == SHARES[2])] = 18
+    meeting[:, middle & (share == SHARES[0])] = NEVER
+    found = meeting, 7
+    monkeypatch.setattr("swindles.unbiased.pilot_pairs", lambda *_, **__: found)
+    moves, cost = choose_walk(KEY, cosh_problem(), 0.5, 3, length=10)
+    assert moves == Moves(0.5, WALKS[1] / np.sqrt(2), SHARES[1]) and cost == 7
+    meeting[:, middle & (share == SHARES[2])] = 5  # so much sooner: shorter jobs
+    assert choose_walk(KEY, cosh_problem(), 0.5, 3, length=10)[0].share == SHARES[2]
 
 
 def test_merging_is_running_more():
