@@ -3,8 +3,8 @@
 ``swindles.estimate(...)`` is the front door. Behind it is one module for each chapter
 of the book: ``accuracy``, ``transport``, ``neutra``, ``models``, ``targets``,
 ``coupling``, ``antithetic``, ``control``, ``cva``, ``stein``, ``importance``,
-``mixture``, ``schemes``, ``tuning``, ``choice`` and ``estimation``, in the order in
-which they build on each other. They are imported when they are first used.
+``mixture``, ``schemes``, ``tuning``, ``unbiased``, ``choice`` and ``estimation``, in
+the order in which they build on each other. They are imported when they are first used.
 """
 
 from importlib import import_module
@@ -26,7 +26,7 @@ NAMES = {
 MODULES = (
     *("accuracy", "transport", "neutra", "models", "targets", "coupling", "antithetic"),
     *("control", "cva", "stein", "importance", "mixture", "schemes", "tuning"),
-    *("choice", "estimation"),
+    *("unbiased", "choice", "estimation"),
 )
 __all__ = [*NAMES, *MODULES]
 __version__ = version("swindles")
