@@ -299,7 +299,8 @@ def with_broad_part(mixture: Mixture) -> Mixture:
 
     Examples
     --------
-    >>> narrow = Mixture(np.full(2, 0.5), np.array([[-3.0], [3.0]]), np.full((2, 1, 1), 0.1))
+    >>> at, roots = np.array([[-3.0], [3.0]]), np.full((2, 1, 1), 0.1)
+    >>> narrow = Mixture(np.full(2, 0.5), at, roots)
     >>> broad = with_broad_part(narrow)
     >>> broad.shares.round(2).tolist(), broad.roots[2].round(1).tolist()
     ([0.45, 0.45, 0.1], [[6.0]])
@@ -325,8 +326,8 @@ def find_mixture(
 ) -> MixtureRound | None:
     """The mixture whose weights are worth most, of those with a Pareto k below 0.7.
 
-    Without one of those, of all; and None where the density is zero at every point. What
-    is said of it was seen before it got its broad part.
+    Without one of those, of all; and None where the density is zero at every point.
+    What is said of it was seen before it got its broad part.
 
     Examples
     --------
