@@ -22,6 +22,7 @@ from swindles.mixture import (
     improve_mixture,
     missed_mode,
     soften,
+    with_broad_part,
 )
 from swindles.transport import Evaluator, standard_normal, unit_map
 
@@ -266,3 +267,40 @@ def test_tails_that_no_part_reaches_are_in_the_error():
     other = weigh_points(SEED, light, transport, 256, "none", mixture)
     little = beyond_reach(generator(), light, transport, other, mixture)
     assert beyond[0] > 0.2 * run.estimate().mean[0] and little[0] < 1e-6
+
+
+def crescent(x):
+    """A standard normal x[0], and x[1] around x[0] ** 2 / 2 with deviation 1/2."""
+    return -0.5 * x[0] ** 2 - 2 * (x[1] - x[0] ** 2 / 2) ** 2
+
+
+@pytest.mark.slow
+def test_a_broad_part_bounds_the_weights():
+    """Over a million draws of the posterior; a mixture's own points do not show it."""
+    draws = generator(9).normal(size=(1_000_000, 2)) * [1, 0.5]
+    draws[:, 1] += draws[:, 0] ** 2 / 2
+    log = np.log(2) + crescent(draws.T)
+    evaluate, to_x = Evaluator(crescent, 2), unit_map(np.zeros(2))
+    largest = []
+    for seed in range(8):
+        mixture = find_mixture(generator(seed), evaluate, to_x).mixture
+        assert np.isclose(mixture.shares[-1], 0.1)
+        parts = [part[:-1] for part in mixture]
+        narrow = Mixture(parts[0] / 0.9, *parts[1:])
+        both = [np.exp(log - m.log_density(draws)).max() for m in (mixture, narrow)]
+        largest.append(both)  # the mean over a mixture's points is 1
+    broad, narrow = np.mean(largest, axis=0)
+    assert broad < narrow / 2 and np.max(largest, axis=0)[0] < 30
+
+
+def test_a_broad_part_is_as_wide_as_all_others_and_more():
+    mixture = some_mixture()
+    both, rng = with_broad_part(mixture), generator(10)
+    assert np.isclose(both.shares.sum(), 1) and both.shares[-1] == 0.1
+    parts = rng.choice(3, 400_000, p=mixture.shares)
+    scale = np.sqrt(DEGREES / rng.chisquare(DEGREES, size=(400_000, 1)))
+    noise = rng.normal(size=(400_000, 3)) * scale
+    z = mixture.centers[parts] + np.einsum("nij,nj->ni", mixture.roots[parts], noise)
+    assert np.allclose(both.centers[-1], z.mean(0), atol=0.05)
+    width = both.roots[-1] @ both.roots[-1].T
+    assert np.allclose(width, 4 * np.cov(z.T), rtol=0.1, atol=0.3)

@@ -14,6 +14,7 @@ import jupytext
 import nbformat
 import offline
 import pytest
+import reading
 import yaml
 
 import swindles
@@ -134,6 +135,52 @@ def test_cited_works_are_in_the_bibliography():
         assert cited <= set(known), chapter.name
 
 
+def test_bibliography_is_cited():
+    works = re.findall(
+        r"^@\w+\{(.+),", (ROOT / "book/references.bib").read_text(), re.M
+    )
+    text = "".join(chapter.read_text(encoding="utf-8") for chapter in CHAPTERS)
+    cited = ",".join(re.findall(r"\{cite(?::\w+)?\}`([^`]+)`", text)).split(",")
+    assert [work for work in works if work not in map(str.strip, cited)] == []
+
+
+# At 1300 pixels of width a line of code is 15.4 pixels high, so a screen of 900 pixels
+# would have room for 55.
+MOST_OPEN_LINES = 40
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
+def test_open_code_in_a_row_is_less_than_a_screen(chapter):
+    """What is not the method itself is folded."""
+    assert max(reading.open_code(chapter)) <= MOST_OPEN_LINES
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
+def test_folded_parts_of_the_package_say_what_is_inside(chapter):
+    found = [
+        cell.metadata.get("mystnb", {}).get("code_prompt_show", "")
+        for cell in jupytext.read(chapter).cells
+        if {"export", "hide-input"} <= set(cell.metadata.get("tags", []))
+    ]
+    assert len(found) == len(set(found))
+    assert all(re.fullmatch("Show .{3,70}", words) for words in found), found
+
+
+def test_what_counts_as_prose_and_as_open_code(tmp_path):
+    page = tmp_path / "page.md"
+    cells = [("", "a = 1\nb = 2"), ("[export]", "c = 3"), ("[hide-input]", "d = 4")]
+    cells = [
+        "```{code-cell} python\n"
+        + (f":tags: {tags}\n\n" if tags else "")
+        + f"{code}\n```"
+        for tags, code in cells
+    ]
+    text = "Five words, and a [link](x).\n\n$$\nx + y\n$$"
+    page.write_text("\n\n".join([*cells, text, cells[0]]))
+    assert reading.open_code(page) == [5, 3]  # each cell has a frame
+    assert reading.prose(page.read_text()) == 5
+
+
 def test_scale(monkeypatch):
     monkeypatch.delenv("SWINDLES_SCALE", raising=False)
     assert style.scale() == "laptop"
@@ -218,6 +265,18 @@ def test_pages_say_what_they_are(built, pages):
     for name, page in pages.items():
         (words,) = re.findall(r'<meta name="description" content="([^"]+)"', page)
         assert 20 < len(html.unescape(words)) <= 160, name
+
+
+@pytest.mark.slow
+def test_contents_say_how_long_each_part_takes(pages):
+    rows = re.findall(r"<tr.*?</tr>", pages["book/intro.html"], re.S)
+    found = [re.findall(r"<p>([^<]*)</p>", row)[:2] for row in rows]
+    parts = reading.parts().items()
+    for (caption, chapters), row in zip(parts, found[1:], strict=False):
+        words = [reading.prose(page.read_text(encoding="utf-8")) for page in chapters]
+        assert row[0] == caption
+        assert abs(int(row[1]) - sum(words) / 230) <= 0.5
+    assert len(found) == 5
 
 
 @pytest.mark.slow

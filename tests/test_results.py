@@ -17,6 +17,7 @@ from experiments import SamplerJob, Size
 from pipeline import ORIGIN, as_table, by_repeat, read_rows, where
 
 from swindles.transport import identity, log_weights
+from swindles.unbiased import Moves, PairPlan
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "book" / "results"
@@ -223,6 +224,34 @@ def test_rivals(method):
             for r in (mine, row)
         )
         assert_ratio(step, there, 1.15)
+
+
+@pytest.mark.optimised
+@pytest.mark.slow
+def test_unbiased():
+    """A fourth of the pairs, and of the long chains, of one row."""
+    unbiased = load_benchmark("unbiased")
+    old = read_rows(RESULTS / "unbiased.csv")[0]
+    assert (old["posterior"], old["scheme"]) == ("logistic", "plain")
+    k, m = int(old["k"]), int(old["m"])
+    sizes = (float(old[name]) for name in ("step_size", "walk", "share"))
+    plan = PairPlan(
+        "plain",
+        "none",
+        np.zeros((0, 50)),
+        int(old["leaps"]),
+        Moves(*sizes, lag=k, k=k, m=m),
+        np.zeros(0),
+        int(old["pilot"]),
+    )
+    problem = unbiased.load_problem("logistic")
+    new = unbiased.measure("logistic", problem, plan, 128, (64, 60, 200), OTHER)
+    assert list(new) == list(old)
+    for name in ("ess_mean", "ess_square", "long_mean", "long_square"):
+        assert_ratio(new[name], float(old[name]), 1.3)
+    assert_ratio(new["median"], float(old["median"]), 1.3)
+    assert_ratio(new["late"], float(old["late"]), 1.8)
+    assert_ratio(new["job"], int(old["job"]), 1.05)
 
 
 @pytest.mark.optimised

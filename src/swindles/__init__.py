@@ -3,8 +3,9 @@
 ``swindles.estimate(...)`` is the front door. Behind it is one module for each chapter
 of the book: ``scale``, ``accuracy``, ``transport``, ``neutra``, ``models``,
 ``targets``, ``coupling``, ``antithetic``, ``control``, ``cva``, ``stein``,
-``importance``, ``mixture``, ``schemes``, ``tuning``, ``choice`` and ``estimation``, in
-the order in which they build on each other. They are imported when they are first used.
+``importance``, ``mixture``, ``schemes``, ``tuning``, ``unbiased``, ``choice`` and
+``estimation``, in the order in which they build on each other. They are imported when
+they are first used.
 """
 
 from importlib import import_module
@@ -28,7 +29,7 @@ NAMES = {
 MODULES = (
     *("scale", "accuracy", "transport", "neutra", "models", "targets", "coupling"),
     *("antithetic", "control", "cva", "stein", "importance", "mixture", "schemes"),
-    *("tuning", "choice", "estimation"),
+    *("tuning", "unbiased", "choice", "estimation"),
 )
 __all__ = [*NAMES, *MODULES]
 __version__ = version("swindles")

@@ -364,7 +364,7 @@ def heavy_tails(
     >>> heavy_tails(draws).tolist(), heavy_tails(np.arctan(draws)).tolist()
     ([True], [False])
     """
-    from swindles.transport import pareto_k  # a later chapter
+    from swindles.transport import pareto_k
 
     def is_heavy(column: np.ndarray) -> bool:
         away = np.abs(column - np.median(column))

@@ -290,6 +290,33 @@ def improve_mixture(
         mixture = next_mixture(rng, mixture, seen, used)
 
 
+# Share of the broad part, and its width.
+BROAD_SHARE, BROAD = 0.1, 2.0
+
+
+def with_broad_part(mixture: Mixture) -> Mixture:
+    """The mixture, and a part that covers all of it and more.
+
+    Examples
+    --------
+    >>> at, roots = np.array([[-3.0], [3.0]]), np.full((2, 1, 1), 0.1)
+    >>> narrow = Mixture(np.full(2, 0.5), at, roots)
+    >>> broad = with_broad_part(narrow)
+    >>> broad.shares.round(2).tolist(), broad.roots[2].round(1).tolist()
+    ([0.45, 0.45, 0.1], [[6.0]])
+    """
+    mean = mixture.shares @ mixture.centers
+    away = mixture.centers - mean
+    within = np.einsum("k,kij,klj->il", mixture.shares, mixture.roots, mixture.roots)
+    between = (away * mixture.shares[:, None]).T @ away
+    spread = within * DEGREES / (DEGREES - 2) + between
+    return Mixture(
+        np.append((1 - BROAD_SHARE) * mixture.shares, BROAD_SHARE),
+        np.concatenate([mixture.centers, mean[None]]),
+        np.concatenate([mixture.roots, BROAD * np.linalg.cholesky(spread)[None]]),
+    )
+
+
 # Up to this dimension a mixture is tried.
 LARGEST_MIXTURE = 30
 
@@ -300,6 +327,7 @@ def find_mixture(
     """The mixture whose weights are worth most, of those with a Pareto k below 0.7.
 
     Without one of those, of all; and None where the density is zero at every point.
+    What is said of it was seen before it got its broad part.
 
     Examples
     --------
@@ -322,9 +350,10 @@ def find_mixture(
             modes.append(mode)
     first = begin_mixture(evaluate.dim, modes)
     rounds = improve_mixture(rng, evaluate, transport, first)
-    return max(
+    best = max(
         rounds, key=lambda each: (each.pareto_k <= 0.7, each.efficiency), default=None
     )
+    return best and best._replace(mixture=with_broad_part(best.mixture))
 
 
 # Nats above the average weight, at which a mode counts as missed.

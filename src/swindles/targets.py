@@ -1,4 +1,4 @@
-"""The posteriors we measure on.
+"""Targets: densities with cheap gradients.
 
 Mirrored from book/targets.md: edit there, then run `make mirror`.
 """
