@@ -120,7 +120,8 @@ def processor() -> str:
         models = [line.split(":")[1] for line in lines if line.startswith("model name")]
         name = models[0].strip() if models else name
     may_use = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
-    return f"{name}, {len(may_use(0))} cores"
+    number = len(may_use(0))
+    return f"{name}, {number} core{'s' if number > 1 else ''}"
 
 
 def revision() -> str:

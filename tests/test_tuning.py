@@ -45,6 +45,7 @@ from swindles.tuning import (
     adapt_step_size,
     adaptation_program,
     bootstrap_step_sizes,
+    efficiency_and_error,
     efficiency_bound,
     fit_log_parabola,
     grid_program,
@@ -435,18 +436,24 @@ def test_programs_go_with_the_problem():
 
 @pytest.mark.optimised
 @pytest.mark.slow
-def test_interval_matches_the_spread_over_keys():
-    """Of the recommended step size, in logs, within a factor of 2.5."""
+def test_errors_match_the_spread_over_keys():
+    """Of the recommended step size, in logs, and of the measured efficiency where the
+    plain chain's is known: within a factor of 2.5."""
     trial = make_trial("control", HMC, toy(dim=10), normal(64, 10))
     counts = step_counts(4)
     grid = Grid(1.4 / counts, counts)
-    found, stated = [], []
+    found, stated, measured = [], [], []
     for key in jax.random.split(KEY, 12):
         pilot = run_pilot_for(key, trial, grid, 3e5, progress=False)
+        known = pilot._replace(ess=np.ones_like(pilot.ess))
+        measured.append(efficiency_and_error(known, "control", 0.5))
         curve = predict_efficiency(pilot, "control")
         found.append(np.log(curve.step_size[curve.best]))
         stated.append(np.log(bootstrap_step_sizes(pilot, "control", 0.5, 25)).std())
     ratio = np.median(stated) / np.std(found)
+    assert 1 / 2.5 < ratio < 2.5
+    efficiency, error = np.swapaxes(measured, 0, 1)
+    ratio = np.median(np.median(error, axis=0) / efficiency.std(0))
     assert 1 / 2.5 < ratio < 2.5
 
 

@@ -1,9 +1,8 @@
 """What the book's pages have around their text.
 
 An extension of Sphinx: MathJax, but only the files that a page asks for; a description
-and a footer for each page; the minutes that each part takes to read; each chapter as a
-notebook to download; and no Thebe, which runs cells on another host, where this book
-goes nowhere.
+and a footer for each page; each chapter as a notebook to download; and no Thebe, which
+runs cells on another host, where this book goes nowhere.
 """
 
 import html
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import jupytext
-import reading
 import yaml
 from docutils import nodes
 
@@ -134,7 +132,6 @@ def setup(app: Any) -> dict[str, bool]:
     """What Sphinx calls."""
     remove_thebe(app)
     app.config.mathjax_path = "mathjax/tex-chtml.js"
-    app.config.myst_substitutions = reading.minutes_by_part()
     checksum = zlib.crc32(Path(__file__).read_bytes() + str(citation()).encode())
     app.add_config_value("pages_checksum", checksum, "html")  # another: write all pages
     app.connect("html-page-context", add_to_page, priority=100)  # before the theme

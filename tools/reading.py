@@ -1,7 +1,7 @@
 """How long the book takes to read, and how much open code is in the way.
 
-``python tools/reading.py`` prints both for each chapter. The contents page shows the
-minutes of each part, which the build of the book counts anew.
+``python tools/reading.py`` prints both for each chapter. The contents page says the
+minutes of each part.
 """
 
 import re
@@ -37,12 +37,6 @@ def minutes(pages: list[Path]) -> int:
     """Minutes of prose on some pages."""
     words = sum(prose(page.read_text(encoding="utf-8")) for page in pages)
     return round(words / WORDS_PER_MINUTE)
-
-
-def minutes_by_part() -> dict[str, str]:
-    """What the contents page says: ``minutes_1`` to ``minutes_4``."""
-    numbered = list(parts().values())[:4]
-    return {f"minutes_{n}": str(minutes(x)) for n, x in enumerate(numbered, 1)}
 
 
 def open_code(page: Path) -> list[int]:

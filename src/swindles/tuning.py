@@ -380,11 +380,17 @@ def run_pilot_for(
     return run_pilot(key, trial, some, steps[use], progress)
 
 
-def measured_efficiency(pilot: Pilot, scheme: str) -> np.ndarray:
-    """ESS per gradient: the plain chain's, over the variance left: (settings, dim)."""
+def measured_efficiency(
+    pilot: Pilot, scheme: str, weights: np.ndarray | None = None
+) -> np.ndarray:
+    """ESS per gradient: the plain chain's, over the variance left: (settings, dim).
+
+    ``weights`` of the chains in the latter are for resampling.
+    """
     f, g = SCHEMES[scheme].rows(pilot.chains)
     per_step = pilot.grid.num_integration_steps * pilot.family.cost * len(f)
-    return pilot.ess / residual_variance(pilot.covariance(), f, g) / per_step[:, None]
+    left = residual_variance(pilot.covariance(weights), f, g)
+    return pilot.ess / left / per_step[:, None]
 
 
 def fit_log_parabola(x: np.ndarray, values: np.ndarray, fine: np.ndarray) -> np.ndarray:
@@ -473,14 +479,18 @@ def predict_efficiency(
     return Curve(np.exp(fine), 1 - lost, gain * weight, weight)
 
 
+def redraw_chains(pilot: Pilot, number: int = 50) -> np.ndarray:
+    """How often each chain is drawn, so many times: (number, chains)."""
+    chains = pilot.sums.pair.first.value.shape[2]
+    rng = np.random.default_rng(0)
+    return rng.multinomial(chains, np.full(chains, 1 / chains), number)
+
+
 def bootstrap_step_sizes(
     pilot: Pilot, scheme: str, quantile: float, number: int = 50
 ) -> np.ndarray:
     """Recommended step sizes when the chains of a pilot are drawn again: (number,)."""
-    chains = pilot.sums.pair.first.value.shape[2]
-    counts = np.random.default_rng(0).multinomial(
-        chains, np.full(chains, 1 / chains), number
-    )
+    counts = redraw_chains(pilot, number)
     curves = [predict_efficiency(pilot, scheme, quantile, each) for each in counts]
     return np.array([curve.step_size[curve.best] for curve in curves])
 
@@ -785,18 +795,20 @@ class Tuning(NamedTuple):
         figure, axes = plt.subplots(1, 2, figsize=(7, 3.2))
         if self.lengths is not None:
             grid = self.lengths.grid
-            found = measured_efficiency(self.lengths, scheme)
-            found = np.quantile(found, quantile, axis=1)
-            axes[0].plot(grid.step_size * grid.num_integration_steps, found, "o-")
+            found, error = efficiency_and_error(self.lengths, scheme, quantile)
+            length = grid.step_size * grid.num_integration_steps
+            axes[0].errorbar(length, found, 2 * error, fmt="o-")
             axes[0].axvline(self.step_size * self.num_integration_steps, color="0.7")
             axes[0].set(xlabel="trajectory length", ylabel="ESS per gradient")
         else:
             axes[0].plot(pilot.grid.step_size, pilot.acceptance, "o-")
             axes[0].axvline(self.step_size, color="0.7")
             axes[0].set(xlabel="step size", ylabel="acceptance")
-        found = np.quantile(measured_efficiency(pilot, scheme), quantile, axis=1)
-        lost, curve = 1 - pilot.acceptance, self.curve
-        axes[1].semilogx(lost[lost < 0.5], found[lost < 0.5], "o", label="measured")
+        found, error = efficiency_and_error(pilot, scheme, quantile)
+        curve, good = self.curve, pilot.acceptance > 0.5
+        bars = (x[good] for x in (1 - pilot.acceptance, found, 2 * error))
+        axes[1].errorbar(*bars, fmt="o", label="measured")
+        axes[1].set_xscale("log")
         use = curve.acceptance > 0.5
         shown = 1 - curve.acceptance[use], curve.efficiency[use]
         axes[1].plot(*shown, label="predicted")
@@ -804,6 +816,18 @@ class Tuning(NamedTuple):
         axes[1].legend()
         acceptance_axis(axes[1])
         return figure
+
+
+def efficiency_and_error(
+    pilot: Pilot, scheme: str, quantile: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """A quantile of the measured ESS per gradient, and its error: two (settings,)."""
+
+    def read(weights: np.ndarray | None = None) -> np.ndarray:
+        found = measured_efficiency(pilot, scheme, weights)
+        return np.quantile(found, quantile, axis=1)
+
+    return read(), np.std([read(each) for each in redraw_chains(pilot)], axis=0)
 
 
 def acceptance_axis(axis: Any) -> None:
