@@ -34,7 +34,7 @@ from swindles.control import Expectation, control_values, reference_mean
 from swindles.coupling import block_program, record, run
 from swindles.models import Model, Problem, make_problem
 from swindles.neutra import load_map
-from swindles.scale import chain_mesh, is_first, place, shared_time, sum_rules
+from swindles.scale import chain_mesh, is_first, put_chains, shared_time, sum_rules
 from swindles.schemes import (
     SCHEMES,
     Plan,
@@ -473,10 +473,10 @@ def measure_speed(posterior: str, size: Size, seconds: float = 20.0) -> Speed:
     zero, update = fold_series(pair_series(problem.statistic), states)
     mesh, key = chain_mesh(size.chains), jax.random.key(0)
     program: Any = block_program(algorithm, update, mesh=mesh)
-    states = place(mesh, states)
+    states = put_chains(mesh, states)
 
     def sums() -> Any:
-        return place(mesh, jax.tree.map(jnp.array, zero), sum_rules(zero))
+        return put_chains(mesh, jax.tree.map(jnp.array, zero), sum_rules(zero))
 
     steps, spent = 1, 0.0
     compiled = program.lower(key, states, sums(), 0, steps).compile()

@@ -160,8 +160,8 @@ def compiled_block(parts, number):
         chains = len(jax.tree.leaves(states)[0])
         mesh = scale.chain_mesh(chains)
     program = block_program(algorithm, update, mesh=mesh)
-    sums = scale.place(mesh, jax.tree.map(jnp.array, zero), scale.sum_rules(zero))
-    return program.lower(KEY(0), scale.place(mesh, states), sums, 0, 10).compile()
+    sums = scale.put_chains(mesh, jax.tree.map(jnp.array, zero), scale.sum_rules(zero))
+    return program.lower(KEY(0), scale.put_chains(mesh, states), sums, 0, 10).compile()
 
 
 def collectives(text):

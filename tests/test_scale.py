@@ -109,7 +109,7 @@ def test_words(found):
 def test_one_device_is_left_alone():
     assert scale.chain_mesh(4096) is None and scale.row_mesh(4096, 64) is None
     tree = {"x": np.ones(3)}
-    assert scale.place(None, tree) is tree
+    assert scale.put_chains(None, tree) is tree
     assert scale.fetch(tree)["x"] is tree["x"]
     with (
         pytest.raises(ValueError, match="there are 1 devices, not 2"),

@@ -29,7 +29,7 @@ from swindles.scale import (
     is_first,
     joined,
     own_part,
-    place,
+    put_chains,
     sum_rules,
 )
 
@@ -390,8 +390,8 @@ def add_block(
     mesh = chain_mesh(len(jax.tree.leaves(run.states)[0]))
     program = block_program(algorithm, update, mesh=mesh)
     first, last = run.steps, run.steps + num_steps
-    sums = place(mesh, jax.tree.map(jnp.array, zero), sum_rules(zero))
-    states, sums = program(key, place(mesh, run.states), sums, first, last)
+    sums = put_chains(mesh, jax.tree.map(jnp.array, zero), sum_rules(zero))
+    states, sums = program(key, put_chains(mesh, run.states), sums, first, last)
     return Run(states, append_row(run.rows, fetch(sums)), last)
 
 
@@ -496,7 +496,7 @@ def record(
     row, mesh = observed_row(key, algorithm, observe, states)
     rows = jax.tree.map(lambda x: jnp.zeros((num_steps, *x.shape), x.dtype), row)
     program = block_program(algorithm, observe, True, mesh)
-    states, rows = place(mesh, states), place(mesh, rows, 1)
+    states, rows = put_chains(mesh, states), put_chains(mesh, rows, 1)
     for first, last in block_edges(num_steps, 20, progress):
         states, rows = program(key, states, rows, first, last)
     return states, jax.device_get(fetch(rows))

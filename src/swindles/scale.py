@@ -208,7 +208,7 @@ def own_part(array: Array, number: int, devices: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(array, first, number)
 
 
-def place(mesh: Mesh | None, tree: Any, axes: int | Rules | None = 0) -> Any:
+def put_chains(mesh: Mesh | None, tree: Any, axes: int | Rules | None = 0) -> Any:
     """A pytree with its chains on their devices; ``axes`` are as in ``joined``."""
     if mesh is None:
         return tree

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Key
 
 from swindles.coupling import compiled
-from swindles.scale import fetch, place, row_mesh, spread_rows
+from swindles.scale import fetch, put_chains, row_mesh, spread_rows
 
 Density = Callable[[Array], Array]
 
@@ -246,7 +246,8 @@ class Evaluator:
         padded[:number] = z
         inner = Affine(*(np.asarray(part, self.dtype) for part in transport))
         program, batches = self.program(mesh), range(0, len(padded), batch)
-        parts = [program(inner, place(mesh, padded[i : i + batch])) for i in batches]
+        rows = (put_chains(mesh, padded[i : i + batch]) for i in batches)
+        parts = [program(inner, row) for row in rows]
         parts = fetch(parts)
         self.gradients += number
         value, score, statistics = (

@@ -51,7 +51,7 @@ from swindles.scale import (
     chain_mesh,
     fetch,
     is_first,
-    place,
+    put_chains,
     sum_rules,
 )
 from swindles.schemes import SCHEMES, find_scheme, make_features, start_mirrored
@@ -175,8 +175,8 @@ def run_grid(
     edges = np.arange(num_blocks + 1)[:, None] * counts // num_blocks
     mesh = chain_mesh(jax.tree.leaves(states)[0].shape[1])
     program = grid_program(build, update, mesh)
-    states = place(mesh, states, 1)
-    zeros = place(mesh, repeat(zero, size), sum_rules(zero))
+    states = put_chains(mesh, states, 1)
+    zeros = put_chains(mesh, repeat(zero, size), sum_rules(zero))
     rows = begin_run(states, zeros).rows
     hidden = {} if progress and is_first() else {"disable": True}
     for row in tqdm(range(num_blocks), "pilot runs", delay=2, leave=False, **hidden):
